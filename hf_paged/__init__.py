@@ -1,0 +1,18 @@
+"""hf_paged: a paged key-value cache for Hugging Face Transformers.
+
+`hf_paged.patch(model)` makes `model.generate()` keep its keys and values in a shared pool of fixed-size blocks and puts out
+the tokens it put out before.
+"""
+
+from . import attention as _attention
+from .blocks import OutOfBlocks
+from .cache import PagedCache
+from .config import PagedConfig
+from .patching import patch, patched, unpatch
+from .pool import KVPool
+from .stats import PagedStats
+
+_attention.register()
+
+__version__ = "0.1.0"
+__all__ = ["KVPool", "OutOfBlocks", "PagedCache", "PagedConfig", "PagedStats", "patch", "patched", "unpatch"]

@@ -1,0 +1,275 @@
+"""The attention function and the mask function registered under `hf_paged`.
+
+With keys and values of a `PagedCache` the function attends over blocks. Every other call (training, `use_cache=False`,
+encoders, an assistant with a cache of its own) takes a dense path that is right for any mask.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import compat
+from .backends import AttentionCall, choose
+from .lazy import LazyKV, LazyMask
+
+NAME = "hf_paged"
+
+# Keywords that change the result and that the paged path does not know: such a call is computed densely.
+_DENSE_KEYWORDS = ("position_bias", "indices", "block_indices", "attention_bias", "attn_bias", "alibi", "head_mask")
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over blocks, or dense where there are none.
+
+    Args:
+        query: [batch, num_heads, q_len, head_dim]
+        key, value: [batch, num_kv_heads, kv_len, dim], lazy where they come from a `PagedCache`.
+        attention_mask: None, a lazy mask, or a dense one broadcastable to [batch, num_heads, q_len, kv_len].
+        dropout: probability of dropping a weight.
+        scaling: factor on the scores; None: 1 / sqrt(head_dim).
+        kwargs: `softcap`, `s_aux`/`sinks`, `position_bias`, `is_causal`, … as the model hands them over.
+
+    Returns:
+        [batch, q_len, num_heads, value_dim] and None: weights are not kept.
+    """
+    if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
+        reason = _why_dense(module, query, key, attention_mask, dropout, kwargs)
+        if reason is None:
+            out = _attend(query, key, attention_mask, scaling, kwargs)
+            if out is not None:
+                return out, None
+            reason = "the attention mask hides tokens that the cache holds"
+        state = key.layer.state
+        state.pool.count_fallback(f"dense attention: {reason}", state.fallbacks)
+        if isinstance(attention_mask, LazyMask):
+            key.layer.commit(attention_mask.padding)
+        key, value = key.materialize(""), value.materialize("")
+    return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def _why_dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: LazyKV,
+    mask: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why this call cannot be computed over blocks; None: it can."""
+    if mask is not None and type(mask) is not LazyMask:
+        return "a custom attention mask"
+    if dropout and module.training:
+        return "dropout"
+    for name in _DENSE_KEYWORDS:
+        if kwargs.get(name) is not None:
+            return name
+    if query.shape[2] > 1 and mask is None:
+        causal = kwargs.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            return "attention that is not causal"
+    if key.step != key.layer.steps:
+        return "keys and values of an earlier step"
+    return None
+
+
+def _attend(
+    query: torch.Tensor, key: LazyKV, mask: torch.Tensor | None, scaling: float | None, kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    layer = key.layer
+    state = layer.state
+    band = padding = None
+    if mask is not None:
+        band, padding = mask.window, mask.padding
+    fresh = layer._pending
+    committed = layer.commit(padding)
+    if committed is None:
+        # Another layer reads the keys and values that this layer wrote in the same forward (KV sharing).
+        step = state.step
+        plan, hides = step.groups[layer.group], step.hides
+        fresh = (None, None)
+    else:
+        plan, hides = committed
+    if hides:
+        return None
+    sinks = kwargs.get("s_aux")
+    if sinks is None:
+        sinks = kwargs.get("sinks")
+    call = AttentionCall(
+        scale=scaling if scaling is not None else query.shape[3] ** -0.5,
+        band=band,
+        softcap=kwargs.get("softcap"),
+        sinks=sinks,
+    )
+    if fresh[0] is not None and plan.first_column == 0 and plan.suffix and query.shape[2] > 1 and all(new == plan.q_len for new in plan.new):
+        # The very first tokens, no pads: the new keys are all there is.
+        bounded = band is not None and query.shape[2] > band
+        if not bounded and call.softcap is None and sinks is None and fresh[0].shape[3] == fresh[1].shape[3]:
+            return _plain_causal(query, *fresh, call.scale)
+    backend = choose(state.pool.config.backend, query.device)
+    out = backend(query, *fresh, layer._store, plan, call)
+    if (used := plan.scratch.get("bytes", 0)) > state.pool.scratch_bytes:
+        state.pool.scratch_bytes = used
+    return out
+
+
+def _plain_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """What the library computes for a prefill without pads, to the bit."""
+    grouped = query.shape[1] != key.shape[1]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def dense_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over plain tensors: the library's SDPA function, or a plain softmax where that one cannot do it.
+
+    Causality aligns lower-right: the last query sees every key.
+    """
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.materialize("dense attention")
+    q_len, kv_len = query.shape[2], key.shape[2]
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if attention_mask is None and causal and 1 < q_len < kv_len:
+        # SDPA would align upper-left here and drop keys.
+        columns = torch.arange(kv_len, device=query.device)
+        attention_mask = (columns <= columns[kv_len - q_len :, None])[None, None]
+    unusual = [name for name in ("softcap", "s_aux", "sinks") if kwargs.get(name) is not None]
+    for name in ("indices", "block_indices"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} attends by `{name}` (sparse attention), which hf_paged does not compute. "
+                "Call hf_paged.unpatch(model) or load the model with another attn_implementation."
+            )
+    if unusual or kwargs.get("output_attentions"):
+        return _eager(module, query, key, value, attention_mask, dropout, scaling, bool(causal), **kwargs)
+    return compat.sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _eager(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention in plain operations, float32 softmax, with softcap, sinks and position bias."""
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[3] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + position_bias
+    if mask is None and causal and query.shape[2] > 1:
+        columns = torch.arange(key.shape[2], device=query.device)
+        mask = (columns <= columns[key.shape[2] - query.shape[2] :, None])[None, None]
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + mask
+    sink = s_aux if s_aux is not None else sinks
+    if sink is not None:
+        column = sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
+        scores = torch.cat([scores, column], dim=3)
+    weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(query.dtype)
+    if sink is not None:
+        weights = weights[..., :-1]
+    weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
+
+
+def paged_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask for `hf_paged` attention, in as little memory as it needs.
+
+    Plain causal without padding, where one query or all keys are new: None. Plain causal or sliding otherwise: a
+    `LazyMask` that carries the 2D padding mask and becomes [batch, 1, q, kv] only if something other than our attention
+    function looks at it. Any other pattern (images, packed sequences, chunks, bidirectional): the library's full mask.
+
+    A lazy mask keeps its promise in every hand: a model that slices or adds it gets the right numbers. A compact
+    [batch, 1, 1, kv] tensor would not.
+    """
+    arguments = dict(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **kwargs,
+    )
+    pattern, window = compat.mask_pattern(mask_function)
+    if pattern == "other" or not allow_is_causal_skip or use_vmap:
+        return compat.sdpa_mask(**arguments)
+    if attention_mask is not None and attention_mask.device.type == "cpu":  # elsewhere a look costs a synchronisation
+        if attention_mask.shape[1] == kv_length + kv_offset and bool(attention_mask.all()):
+            attention_mask = None
+    dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+    if attention_mask is None and dynamic and window is None and (q_length == 1 or q_length == kv_length):
+        return None
+    if not dynamic:  # a static cache: keys of the future are there, too
+        return compat.sdpa_mask(**arguments)
+    return LazyMask(
+        (batch_size, 1, q_length, kv_length), device, window, attention_mask, partial(compat.full_mask, arguments)
+    )
+
+
+def register() -> None:
+    """Make `attn_implementation="hf_paged"` known to Transformers."""
+    compat.ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention_forward)
+    compat.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, paged_mask)
+
+
+__all__ = ["NAME", "dense_attention", "paged_attention_forward", "paged_mask", "register"]

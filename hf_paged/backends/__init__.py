@@ -1,0 +1,44 @@
+"""What attends over blocks. Every backend is a function of the same signature, `attend(query, key, value, store, plan, call)`.
+
+    query   [batch, num_heads, q_len, key_dim]
+    key     [batch, num_kv_heads, q_len, key_dim], this forward's, already in the store; None: read them there
+    value   [batch, num_kv_heads, q_len, value_dim], likewise
+    store   the layer's `LayerStore`
+    plan    the group's `GroupPlan` of this forward
+    call    `AttentionCall`: what this attention call asks for
+    returns [batch, q_len, num_heads, value_dim], zeros for rows that see nothing
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class AttentionCall:
+    """What one attention call asks for beside its tensors.
+
+    Attributes:
+        scale: factor on the scores.
+        band: tokens each query sees, itself included (a sliding mask); None: no bound but the layer's own window.
+        softcap: scores become `softcap * tanh(scores / softcap)`, after the scale, before any mask; None: not.
+        sinks: a logit per head that takes part in the softmax and carries no value, [num_heads]; None: none.
+    """
+
+    scale: float
+    band: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+Backend = Callable[..., torch.Tensor]
+
+
+def choose(name: str, device: torch.device) -> Backend:
+    """The backend for a `PagedConfig.backend` name and a device."""
+    if name == "reference":
+        from .reference import attend
+    else:
+        from .torch_strided import attend
+    return attend

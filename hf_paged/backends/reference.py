@@ -1,0 +1,40 @@
+"""The naive backend: gathers each row, computes in float32, obviously right. Tests compare the others with it."""
+
+import torch
+
+from ..plan import GroupPlan
+from ..store import LayerStore
+from . import AttentionCall
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    store: LayerStore,
+    plan: GroupPlan,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """See `hf_paged.backends`."""
+    batch, num_heads, q_len, _ = query.shape
+    out = query.new_zeros(batch, q_len, num_heads, store.value_slots.shape[2])
+    for row in range(batch):
+        end = plan.past[row] + plan.new[row]
+        begin = plan.tables.rows[row].start
+        if not plan.live[row] or end == begin:
+            continue
+        slots = torch.tensor(plan.token_slots(row, begin, end), device=query.device)
+        keys, values = (tensor.float() for tensor in store.gather(slots))  # [num_kv_heads, n, dim]
+        group = num_heads // keys.shape[0]
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        scores = query[row].float() @ keys.transpose(1, 2) * call.scale  # [num_heads, q_len, n]
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        mask = plan.attention_mask(row, begin, call.band, query.device)  # [q_len, n]
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if call.sinks is not None:
+            sinks = call.sinks.float().view(-1, 1, 1).expand(-1, q_len, 1)
+            scores = torch.cat([scores, sinks], dim=2)
+        weights = torch.softmax(scores, dim=2).nan_to_num(0.0)[..., : end - begin]
+        out[row] = (weights @ values).transpose(0, 1).to(out.dtype)
+    return out

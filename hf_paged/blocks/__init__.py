@@ -1,0 +1,6 @@
+"""Block bookkeeping: ids, reference counts and block tables. Nothing in this folder knows tensors."""
+
+from .pool import NULL_BLOCK, BlockPool, OutOfBlocks
+from .tables import BlockTable, RowTables
+
+__all__ = ["NULL_BLOCK", "BlockPool", "BlockTable", "OutOfBlocks", "RowTables"]

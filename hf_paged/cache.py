@@ -1,0 +1,430 @@
+"""`PagedCache` and `PagedLayer`: the Transformers cache contract over paged storage, nothing else."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import compat
+from .blocks import OutOfBlocks
+from .config import PagedConfig
+from .lazy import LazyKV
+from .plan import GroupPlan
+from .pool import KVPool
+from .state import UNKNOWN_PADDING, CacheState, UnknownPadding
+from .stats import PagedStats
+from .store import LayerStore
+
+__all__ = ["OutOfBlocks", "PagedCache", "PagedLayer"]
+
+
+class PagedLayer(compat.CacheLayerMixin):
+    """One attention layer of a `PagedCache`.
+
+    `update` keeps the new keys and values aside and returns two lazy tensors. They are written by `commit`, which our
+    attention function calls once it has seen the mask, or which happens with the first other use.
+
+    Args:
+        state: the cache's content, shared by its layers.
+        index: layer index in the model.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, state: CacheState, index: int):
+        self.state = state
+        self.index = index
+        self.group = state.pool.group_of[index]
+        window = state.pool.groups[self.group].window
+        self.is_sliding = window is not None
+        self.sliding_window = window
+        self.columns = 0  # the library's length of this layer, pads and the pending step included
+        self.steps = 0
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._store: LayerStore | None = None
+
+    # -- what the library reads -------------------------------------------------------------------------------------
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.columns > 0
+
+    @property
+    def record_past(self) -> bool:
+        return self.state.recording
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.state.recording = value
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """A dense snapshot, [batch, num_kv_heads, visible tokens, key_dim], zeros at pads; None while empty."""
+        return self._snapshot(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """A dense snapshot, [batch, num_kv_heads, visible tokens, value_dim], zeros at pads; None while empty."""
+        return self._snapshot(1)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: storage is made by the pool with the first step."""
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """`(kv_length, kv_offset)` of the tensors that `update` will return for `query_length` new tokens."""
+        if self.sliding_window is None:
+            return self.columns + query_length, 0
+        offset = max(self.columns - self.sliding_window + 1, 0)
+        return self.columns - offset + query_length, offset
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the new keys and values of this layer.
+
+        Args:
+            key_states: [batch, num_kv_heads, q_len, key_dim]
+            value_states: [batch, num_kv_heads, q_len, value_dim]
+
+        Returns:
+            Two lazy tensors of everything this layer sees, [batch, num_kv_heads, visible tokens, dim].
+
+        Raises:
+            RuntimeError: if a gradient would have to flow through the cache.
+            ValueError: if the shapes do not fit each other or the cache.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError(
+                "PagedCache stores keys and values outside the autograd graph, but these need gradients. Run generation "
+                "under torch.no_grad(), or train with use_cache=False or a DynamicCache."
+            )
+        if key_states.ndim != 4 or key_states.shape[:3] != value_states.shape[:3]:
+            raise ValueError(
+                "keys and values must be [batch, kv heads, tokens, dim] with the same first three sizes, got "
+                f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
+            )
+        if self._pending is not None:
+            self.commit(UNKNOWN_PADDING)
+        _, offset = self.get_mask_sizes(key_states.shape[2])
+        self.columns += key_states.shape[2]
+        self.steps += 1
+        self._pending = (key_states, value_states)
+        visible = self.columns - offset
+        batch, heads, _, key_dim = key_states.shape
+        return (
+            LazyKV(self, 0, self.steps, (batch, heads, visible, key_dim), key_states.dtype, key_states.device),
+            LazyKV(
+                self, 1, self.steps, (*value_states.shape[:2], visible, value_states.shape[3]), value_states.dtype,
+                value_states.device,
+            ),
+        )  # fmt: skip
+
+    def commit(self, padding: torch.Tensor | UnknownPadding | None) -> tuple[GroupPlan, bool] | None:
+        """Write what `update` kept aside.
+
+        Args:
+            padding: see `CacheState.begin_step`.
+
+        Returns:
+            The group's plan of this step and whether the mask hides stored tokens; None if there was nothing to write.
+
+        Raises:
+            OutOfBlocks: the cache is as it was before `update`.
+        """
+        if self._pending is None:
+            return None
+        key, value = self._pending
+        state, q_len = self.state, key.shape[2]
+        step = state.step
+        if step is None or self.columns != step.end or q_len != step.q_len:
+            self._pending = None
+            try:
+                if self.columns - q_len != state.columns:
+                    raise RuntimeError(
+                        f"layer {self.index} is out of step: it has {self.columns - q_len} tokens, the cache {state.columns}."
+                        " Every layer must be updated once per forward. An encoder-decoder model needs "
+                        "EncoderDecoderCache(PagedCache(config), DynamicCache(config=config))."
+                    )
+                step = state.begin_step(self.index, key, value, padding)
+            except BaseException:
+                self.columns -= q_len
+                raise
+        self._pending = None
+        plan = step.groups[self.group]
+        store = state.pool.store_of(self.index, key, value)
+        self._store = store
+        with store.lock:
+            store.ensure(plan.num_blocks)
+            if plan.copies:
+                store.copy_blocks(*plan.copies_on(key.device))
+            self._write(store, plan, key, value)
+        return plan, step.hides
+
+    @staticmethod
+    def _write(store: LayerStore, plan: GroupPlan, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put keys and values [batch, heads, q_len, dim] into their slots."""
+        batch, _, q_len, _ = key.shape
+        if q_len > 1 and plan.suffix and q_len * batch >= 16 * batch:
+            # Long runs: straight copies, no reordered temporary.
+            for row, (past, new) in enumerate(zip(plan.past, plan.new, strict=True)):
+                column = q_len - new
+                for slot, count in plan.tables.rows[row].token_runs(past, past + new, store.block_size):
+                    store.key_slots[:, slot : slot + count].copy_(key[row, :, column : column + count])
+                    store.value_slots[:, slot : slot + count].copy_(value[row, :, column : column + count])
+                    column += count
+            return
+        sources, targets = plan.slots_on(key.device)
+        if not len(targets):
+            return
+        for slots, new in ((store.key_slots, key), (store.value_slots, value)):
+            flat = new[:, :, 0].transpose(0, 1) if q_len == 1 else new.transpose(0, 1).flatten(1, 2)
+            slots[:, targets] = (flat if sources is None else flat.index_select(1, sources)).to(slots.dtype)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def dense(self, index: int, step: int, reason: str) -> torch.Tensor:
+        """Dense keys (0) or values (1) of step `step`, [batch, heads, visible tokens, dim], contiguous."""
+        if step != self.steps:
+            raise RuntimeError(
+                "these keys or values belong to an earlier step of the cache; read or clone() them before its next update"
+            )
+        q_len = self._pending[0].shape[2] if self._pending is not None else None
+        self.commit(UNKNOWN_PADDING)
+        if q_len is None:
+            assert self.state.step is not None or self.sliding_window is None
+            q_len = self.state.step.q_len if self.state.step is not None else 0
+        if reason:
+            self.state.pool.count_fallback(
+                f"keys and values made dense for {reason}: this model or attention implementation does not read blocks",
+                self.state.fallbacks,
+            )
+        first = 0 if self.sliding_window is None else max(self.columns - q_len - self.sliding_window + 1, 0)
+        return self._gather(index, first)
+
+    def _snapshot(self, index: int) -> torch.Tensor | None:
+        if self.columns == 0:
+            return None
+        self.commit(UNKNOWN_PADDING)
+        first = 0
+        if self.sliding_window is not None and not self.state.recording:
+            first = max(self.columns - self.sliding_window + 1, 0)
+        return self._gather(index, first)
+
+    def _gather(self, index: int, first: int) -> torch.Tensor:
+        store = self._store
+        assert store is not None
+        slots = self.state.dense_slots(self.group, first, self.columns)
+        memory = (store.key_slots, store.value_slots)[index]
+        dense = memory.index_select(1, slots.flatten().to(memory.device)).unflatten(1, slots.shape)
+        return dense.transpose(0, 1).contiguous().to(store.signature[3 + index])
+
+    def flush(self) -> None:
+        """Write what is still kept aside."""
+        self.commit(UNKNOWN_PADDING)
+
+    # -- the batch is the cache's, not a layer's --------------------------------------------------------------------
+
+    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "layers of a PagedCache share their block tables: call this method on the cache, not on one of its layers"
+        )
+
+    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = reset = _whole_cache_only
+    offload = prefetch = _whole_cache_only
+
+    def activate_past_recording(self) -> None:
+        self.state.recording = True
+
+    def forget_step(self) -> None:
+        self.steps += 1
+
+    def follow(self, state: CacheState) -> "PagedLayer":
+        """This layer over a forked state."""
+        other = PagedLayer(state, self.index)
+        other.columns, other._store = self.columns, self._store
+        return other
+
+
+class PagedCache(compat.DynamicCache):
+    """A key-value cache in blocks, for `model.generate(..., past_key_values=cache)` and for forward calls.
+
+    Layers that hold no keys and values (recurrent, convolution, placeholders) are the library's own.
+
+    Args:
+        config: the model's config, `model.config`.
+        paged_config: settings; None: those of `pool`, or the defaults.
+        pool: the `KVPool` to take blocks from; None: a pool of its own.
+
+    Raises:
+        TypeError: if `config` is not a Transformers config.
+        ValueError: if `pool` and `paged_config` contradict each other, or the pool is of another model.
+    """
+
+    def __init__(self, config: Any, paged_config: PagedConfig | None = None, pool: KVPool | None = None):
+        if not isinstance(config, compat.PreTrainedConfig):
+            raise TypeError(
+                f"PagedCache needs the model's config, PagedCache(model.config), got {type(config).__name__}. It cannot be "
+                "filled from tensors; run a forward, or use DynamicCache for that."
+            )
+        if pool is None:
+            pool = KVPool(config, paged_config)
+        elif paged_config is not None and paged_config != pool.config:
+            raise ValueError("paged_config differs from the pool's: leave it out, or give the cache a pool of its own")
+        elif pool.layer_types != compat.reads_layer_types(config):
+            raise ValueError("the pool was made for a model with other layers; make one with KVPool(model.config)")
+        self._attach(CacheState(pool))
+
+    def _attach(self, state: CacheState, layers: list | None = None) -> None:
+        self.state = state
+        if layers is None:
+            layers = [
+                PagedLayer(state, index) if index in state.pool.group_of else compat.library_layer(layer_type, arguments)
+                for index, (layer_type, arguments) in enumerate(state.pool.layer_types)
+            ]
+        compat.Cache.__init__(self, layers=layers)
+
+    @property
+    def pool(self) -> KVPool:
+        return self.state.pool
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def other_layers(self) -> list:
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> PagedStats:
+        """Numbers of this cache's rows; blocks and bytes are the pool's, which may hold other caches too."""
+        stats = self.pool.stats([self.state.tables])
+        stats.fallbacks = dict(self.state.fallbacks)
+        return stats
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken. Usable after any step."""
+        self.state.check()
+        for layer in self.paged_layers:
+            pending = 0 if layer._pending is None else layer._pending[0].shape[2]
+            assert layer.columns - pending in (0, self.state.columns), (
+                f"layer {layer.index} has {layer.columns} columns, the cache {self.state.columns}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[tuple]:
+        """Dense keys, values and window of each layer."""
+        for layer in self.layers:
+            window = getattr(layer, "sliding_window", None)
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+
+    # -- the batch --------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Write what is still kept aside; lazy tensors handed out before are no longer valid."""
+        for layer in self.paged_layers:
+            layer.flush()
+            layer.forget_step()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype and device). Tables only, nothing is copied."""
+        self._settle()
+        self.state.select(beam_idx.tolist())
+        for layer in self.other_layers:
+            layer.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order; rows may repeat. A boolean mask [batch] is taken as one."""
+        if isinstance(indices, torch.Tensor):
+            indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            chosen = indices.tolist()
+        else:
+            chosen = list(indices)
+        self._settle()
+        self.state.select(chosen)
+        for layer in self.other_layers:
+            layer.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, side by side. The copies share all blocks."""
+        self._settle()
+        self.state.repeat_interleave(repeats)
+        for layer in self.other_layers:
+            layer.batch_repeat_interleave(repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens (0 or negative, as the library counts) from every row.
+
+        Raises:
+            ValueError: for a positive number.
+            RuntimeError: if a sliding layer no longer holds what comes back into its window.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes 0 or a negative number, the tokens to remove; got {tokens_to_remove}. "
+                "To keep n tokens, call cache.crop(n - cache.get_seq_length())."
+            )
+        self._settle()
+        self.state.crop(-tokens_to_remove)
+        for layer in self.paged_layers:
+            layer.columns = min(layer.columns, self.state.columns)
+        for layer in self.other_layers:
+            layer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Give back every block; the cache is empty and can be used again."""
+        for layer in self.paged_layers:
+            layer._pending = None
+            layer.columns = 0
+            layer.forget_step()
+        self.state.reset()
+        for layer in self.other_layers:
+            layer.reset()
+
+    def activate_past_recording(self) -> None:
+        self.state.recording = True
+        for layer in self.other_layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def fork(self) -> "PagedCache":
+        """The same content as a cache of its own that shares every block until one of the two writes."""
+        self._settle()
+        state = self.state.fork()
+        other = object.__new__(type(self))
+        layers = [
+            layer.follow(state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers
+        ]
+        other._attach(state, layers)
+        return other
+
+    def __deepcopy__(self, memo: dict) -> "PagedCache":
+        other = self.fork()
+        memo[id(self)] = other
+        return other
+
+    def __copy__(self) -> "PagedCache":
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a PagedCache cannot be pickled: its blocks belong to a pool. Use copy.deepcopy(cache) to fork it, or save the "
+            "dense tensors of [(layer.keys, layer.values) for layer in cache.layers]."
+        )

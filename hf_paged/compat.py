@@ -1,0 +1,107 @@
+"""The one place that knows which Transformers version is installed.
+
+Supported: 5.17 to 5.24 and what stays compatible. Everything here was read from the installed source; the differences are
+named beside each function.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers import cache_utils as _cache_utils
+from transformers import masking_utils as _masking_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.generation.utils import GenerationMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = [
+    "ALL_ATTENTION_FUNCTIONS",
+    "ALL_MASK_ATTENTION_FUNCTIONS",
+    "CACHE_ARGUMENT",
+    "Cache",
+    "CacheLayerMixin",
+    "DynamicCache",
+    "EncoderDecoderCache",
+    "PreTrainedConfig",
+    "library_layer",
+    "mask_pattern",
+    "reads_layer_types",
+    "sdpa_attention_forward",
+    "sdpa_mask",
+]
+
+CACHE_ARGUMENT: str = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+"""Name under which `generate` and `forward` carry the cache: `cache` from 5.24, `past_key_values` before."""
+
+_PAGED_TYPES = {"full_attention": False, "sliding_attention": True, "chunked_attention": True}
+
+
+def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Type and constructor arguments of every cache layer of the (text) model.
+
+    Up to 5.23 the library returned one dict of arguments for all layers, later one a layer.
+    """
+    text = config.get_text_config(decoder=True)
+    types, kwargs = _cache_utils.get_layer_types_and_kwargs(text)
+    per_layer = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else [dict(entry) for entry in kwargs]
+    resolved = []
+    for layer_type, arguments in zip(types, per_layer, strict=True):
+        if layer_type in _PAGED_TYPES:  # up to 5.23 the shared dict also carries other types' arguments
+            arguments = {name: value for name, value in arguments.items() if name == "sliding_window"}
+        resolved.append((layer_type, arguments))
+    return resolved
+
+
+def window_of(layer_type: str, arguments: dict[str, Any]) -> tuple[bool, int | None]:
+    """`(paged, window)`: whether a layer of this type holds keys and values that can be paged, and its window."""
+    if layer_type not in _PAGED_TYPES:
+        return False, None
+    return True, int(arguments["sliding_window"]) if _PAGED_TYPES[layer_type] else None
+
+
+def library_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
+    """The library's own dynamic cache layer for a type that is not paged (recurrent, convolution, placeholder, …)."""
+    return _cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+
+
+@functools.cache
+def _overlay_code(name: str) -> Any:
+    """Code object of the closure that the library's mask factory `name` returns."""
+    factory: Callable = getattr(_masking_utils, name)
+    return factory(1).__code__ if name == "sliding_window_overlay" else factory(lambda *a: a[0]).__code__
+
+
+def mask_pattern(mask_function: Callable) -> tuple[str, int | None]:
+    """What a library mask function means: `("causal", None)`, `("sliding", window)` or `("other", None)`.
+
+    The library hands over closures; the sliding one is `and_masks(sliding_window_overlay(window), causal)`. Anything
+    that is not exactly one of the two is "other" and gets its full mask.
+    """
+    if mask_function is _masking_utils.causal_mask_function:
+        return "causal", None
+    if getattr(mask_function, "__code__", None) is _overlay_code("and_masks"):
+        (parts,) = [cell.cell_contents for cell in mask_function.__closure__ or ()] or [()]
+        if (
+            len(parts) == 2
+            and parts[1] is _masking_utils.causal_mask_function
+            and getattr(parts[0], "__code__", None) is _overlay_code("sliding_window_overlay")
+        ):
+            return "sliding", int(parts[0].__closure__[0].cell_contents)
+    return "other", None
+
+
+def full_mask(arguments: dict[str, Any]) -> torch.Tensor:
+    """The full boolean mask [batch, 1, q, kv] that the library's SDPA mask function gives for these arguments."""
+    arguments = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = sdpa_mask(**arguments)
+    assert mask is not None
+    return mask

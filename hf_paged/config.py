@@ -1,0 +1,81 @@
+"""The settings of the paged KV cache."""
+
+import re
+from dataclasses import dataclass
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+_BACKENDS = ("auto", "torch", "reference")
+
+
+@dataclass
+class PagedConfig:
+    """Settings of a `KVPool` and of the caches in it.
+
+    Args:
+        block_size: tokens per block, a power of two from 1 to 256. Small blocks waste less in a row's last block, large
+            ones need fewer table entries.
+        num_blocks: blocks of a pool of fixed size, per layer group. None (default): the pool grows on demand.
+        memory_budget: bytes that the keys and values of a pool may take, as an int, a string such as "2GiB" or "500MB",
+            or a float in (0, 1]: that fraction of the device memory free when the first token is stored. The pool then
+            has a fixed size. Not together with `num_blocks`.
+        kv_dtype: dtype of stored keys and values: "auto" (each as the model makes it), "float32", "float16", "bfloat16".
+        prefix_caching: reserved for reuse of prompts across calls; this version shares a prompt within one call only.
+        backend: what attends over the blocks: "auto", "torch" (strided views and PyTorch's fused attention) or
+            "reference" (naive, float32, slow: for comparisons).
+        prompt_once: compute and store a prompt once for all its beams or samples, then fork it.
+        free_finished_rows: give back the blocks of rows that have stopped while other rows of the batch go on. Only
+            where nothing of these rows is returned but their tokens.
+
+    Raises:
+        ValueError: if a value is out of range, naming the field.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_budget: int | float | str | None = None
+    kv_dtype: str = "auto"
+    prefix_caching: bool = True
+    backend: str = "auto"
+    prompt_once: bool = True
+    free_finished_rows: bool = True
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 256 or size & (size - 1):
+            raise ValueError(f"block_size must be a power of two from 1 to 256, got {size!r}")
+        if self.num_blocks is not None:
+            if self.memory_budget is not None:
+                raise ValueError("give num_blocks or memory_budget, not both")
+            if not isinstance(self.num_blocks, int) or self.num_blocks < 1:
+                raise ValueError(f"num_blocks must be a positive int or None, got {self.num_blocks!r}")
+        if self.memory_budget is not None:
+            self.budget_bytes(available=1 << 62)
+        if self.kv_dtype not in _KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {_KV_DTYPES}, got {self.kv_dtype!r}")
+        if self.backend not in _BACKENDS:
+            raise ValueError(f"backend must be one of {_BACKENDS}, got {self.backend!r}")
+
+    @property
+    def grows(self) -> bool:
+        """Whether the pool has no fixed size."""
+        return self.num_blocks is None and self.memory_budget is None
+
+    def budget_bytes(self, available: int) -> int:
+        """`memory_budget` in bytes.
+
+        Args:
+            available: bytes of free device memory, for a budget given as a fraction.
+        """
+        budget = self.memory_budget
+        if isinstance(budget, float) and 0 < budget <= 1:
+            return int(budget * available)
+        if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+            return budget
+        if isinstance(budget, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B)?\s*", budget.upper())
+            if match and float(match[1]) > 0:
+                return int(float(match[1]) * _UNITS[match[2] or ""])
+        raise ValueError(
+            f'memory_budget must be bytes (int), a string such as "2GiB", or a fraction in (0, 1], got {budget!r}'
+        )

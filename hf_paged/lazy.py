@@ -1,0 +1,98 @@
+"""Tensors that are not there yet: keys and values in blocks, and masks that are plain enough to need no memory.
+
+Both are wrapper subclasses of `torch.Tensor` with the logical shape. Our attention function recognises them and never
+makes them dense. Any other operation on one makes it dense first, through `__torch_dispatch__`: a model that does its own
+attention gets the right answer and only loses the speed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+
+class LazyTensor(torch.Tensor):
+    """Base of the two: `materialize()` gives the dense tensor, once."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _dense: torch.Tensor | None
+
+    def materialize(self, reason: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default and isinstance(args[0], LazyTensor):
+            return args[0]
+        name = func.name() if hasattr(func, "name") else str(func)
+        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.materialize(name), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class LazyKV(LazyTensor):
+    """Keys or values of one layer as attention is to see them, [batch, num_kv_heads, visible tokens, dim].
+
+    Valid for the step it was made in; reading it after the cache has moved on raises RuntimeError.
+
+    Attributes:
+        layer: the `PagedLayer` it came from.
+        index: 0 for keys, 1 for values.
+        step: the layer's step count when it was made.
+    """
+
+    layer: Any
+    index: int
+    step: int
+
+    @staticmethod
+    def __new__(cls, layer: Any, index: int, step: int, shape: tuple, dtype: torch.dtype, device: Any) -> "LazyKV":
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.layer, self.index, self.step, self._dense = layer, index, step, None
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def materialize(self, reason: str) -> torch.Tensor:
+        if self._dense is None:
+            self._dense = self.layer.dense(self.index, self.step, reason)
+        return self._dense
+
+
+class LazyMask(LazyTensor):
+    """A causal or sliding mask, [batch, 1, q, kv], bool: True where a key is seen.
+
+    Attributes:
+        window: tokens a query sees, itself included; None: plain causal.
+        padding: 2D mask over all columns, [batch, columns], bool, or None: no padding.
+        build: makes the dense mask.
+    """
+
+    window: int | None
+    padding: torch.Tensor | None
+    build: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple,
+        device: Any,
+        window: int | None,
+        padding: torch.Tensor | None,
+        build: Callable[[], torch.Tensor],
+    ) -> "LazyMask":
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        self.window, self.padding, self.build, self._dense = window, padding, build, None
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def materialize(self, reason: str) -> torch.Tensor:
+        if self._dense is None:
+            self._dense = self.build()
+        return self._dense

@@ -1,0 +1,399 @@
+"""`patch`, `unpatch`, `patched`: paged `generate()` for one model instance.
+
+Nothing of `generate` is copied. Functions of this module are bound to the instance over the methods that `generate` calls
+through `self`, so that a deep-copied model is patched for itself:
+
+- `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
+- `_prefill` computes a prompt once for all its beams or samples, then forks its rows;
+- `_get_stopping_criteria` learns which rows have stopped, so that they can give their blocks back.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteriaList
+
+from . import attention, compat
+from .cache import PagedCache
+from .config import PagedConfig
+from .pool import KVPool
+from .stats import PagedStats
+
+ModelT = TypeVar("ModelT")
+
+_STATE = "_hf_paged"
+# Keywords of a prefill that a prompt may carry and still be computed once for all its copies.
+_KNOWN_KEYWORDS = {
+    "attention_mask",
+    "cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+# Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
+_REFUSED_TYPES = {"git": "it concatenates image features into the cache and counts tokens for itself"}
+_REFUSED_LAYERS = (
+    "indexed_attention",
+    "deepseek_sparse_attention",
+    "qwen_sparse_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+    "reference_sliding_attention",
+    "minimax_m3_sparse",
+)
+
+
+class PatchState:
+    """What `patch` changed on a model, to be put back by `unpatch`."""
+
+    def __init__(self, config: PagedConfig, pool: KVPool):
+        self.config = config
+        self.pool = pool
+        self.implementations: list[tuple[Any, Any]] = []  # (config object, attention implementation before)
+        self.methods: list[str] = []
+
+    def __deepcopy__(self, memo: dict) -> "PatchState":
+        import copy
+
+        other = PatchState(copy.deepcopy(self.config, memo), copy.deepcopy(self.pool, memo))
+        other.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
+        other.methods = list(self.methods)
+        return other
+
+
+def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> ModelT:
+    """Make `model.generate()` use a paged key-value cache. The tokens it puts out stay the same.
+
+    The model's attention implementation becomes `hf_paged`, and `model.paged_pool` and `model.paged_stats()` appear.
+    Calls without a paged cache, training included, compute what they computed before. Patching a patched model again
+    changes nothing, unless other settings are given.
+
+    Args:
+        model: a Transformers model with `generate`, or a PEFT model around one.
+        config: settings; None: defaults.
+        options: fields of `PagedConfig` that override `config`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: if `model` is not such a model, or an option is unknown.
+        ValueError: if the model cannot be right with a paged cache, with the reason.
+    """
+    target = _target(model)
+    fields = {field.name for field in dataclasses.fields(PagedConfig)}
+    if unknown := sorted(set(options) - fields):
+        raise TypeError(f"unknown option(s) {', '.join(unknown)}; PagedConfig has {', '.join(sorted(fields))}")
+    wanted = dataclasses.replace(config if config is not None else PagedConfig(), **options)
+    state: PatchState | None = target.__dict__.get(_STATE)
+    if state is not None:
+        if (config is None and not options) or wanted == state.config:
+            return model
+        unpatch(target)
+    _refuse(target)
+    pool = KVPool(target.config, wanted)
+    state = PatchState(wanted, pool)
+    state.implementations = [(entry, entry._attn_implementation_internal) for entry in _configs(target)]
+    try:
+        target.set_attn_implementation(_implementation(target))
+        for name, function in _METHODS.items():
+            target.__dict__[name] = MethodType(function, target)
+            state.methods.append(name)
+        target.__dict__["paged_pool"] = pool
+        target.__dict__[_STATE] = state
+    except BaseException:
+        target.__dict__[_STATE] = state
+        unpatch(target)
+        raise
+    return model
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Put the model back as it was before `patch`. Does nothing to a model that is not patched."""
+    target = _target(model)
+    state: PatchState | None = target.__dict__.pop(_STATE, None)
+    if state is not None:
+        for name in [*state.methods, "paged_pool"]:
+            target.__dict__.pop(name, None)
+        for config, implementation in state.implementations:
+            config._attn_implementation_internal = implementation
+    return model
+
+
+@contextmanager
+def patched(model: ModelT, config: PagedConfig | None = None, **options: Any) -> Iterator[ModelT]:
+    """`patch` for the length of a `with` block. A model that was patched before is as it was then, afterwards."""
+    target = _target(model)
+    before: PatchState | None = target.__dict__.get(_STATE)
+    patch(model, config, **options)
+    try:
+        yield model
+    finally:
+        if before is None:
+            unpatch(model)
+        elif target.__dict__.get(_STATE) is not before:
+            unpatch(model)
+            patch(model, before.config)
+            target.__dict__[_STATE].pool = target.__dict__["paged_pool"] = before.pool
+
+
+def _target(model: Any) -> PreTrainedModel:
+    """The Transformers model inside."""
+    if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise TypeError(
+            f"hf_paged needs a Transformers model with generate() (…ForCausalLM, …ForConditionalGeneration), got "
+            f"{type(model).__name__}"
+        )
+    return model
+
+
+def _refuse(model: PreTrainedModel) -> None:
+    """Raise ValueError if this model cannot be right with a paged cache."""
+    text = model.config.get_text_config(decoder=True)
+    reason = _REFUSED_TYPES.get(model.config.model_type) or _REFUSED_TYPES.get(text.model_type)
+    if reason is None and not model._supports_default_dynamic_cache():
+        reason = "its generate() does not use the library's cache classes"
+    if reason is None:
+        try:
+            types = [layer_type for layer_type, _ in compat.reads_layer_types(model.config)]
+        except Exception as error:
+            raise ValueError(
+                f"hf_paged cannot patch {type(model).__name__}: its config does not say what its cache layers are ({error})"
+            ) from error
+        sparse = sorted(set(types) & set(_REFUSED_LAYERS))
+        if sparse:
+            reason = f"its layers of type {', '.join(sparse)} read the cache by index or in compressed form"
+        elif not any(compat.window_of(layer_type, {"sliding_window": 1})[0] for layer_type in types):
+            reason = "none of its layers keeps keys and values"
+    if reason is not None:
+        raise ValueError(f"hf_paged cannot patch {type(model).__name__} and be right: {reason}")
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Every config object whose attention implementation `set_attn_implementation` may change."""
+    found: dict[int, Any] = {}
+    waiting = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop()
+        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        found[id(config)] = config
+        waiting.extend(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    return list(found.values())
+
+
+def _implementation(model: PreTrainedModel) -> str | dict[str, str]:
+    """What to hand to `set_attn_implementation`: the decoder's text part alone in composite models."""
+    text = model.config.get_text_config(decoder=True)
+    if text is model.config:
+        return attention.NAME
+    names = [name for name in model.config.sub_configs if getattr(model.config, name, None) is text]
+    return {name: attention.NAME for name in names} or attention.NAME
+
+
+# -- what generate() calls ----------------------------------------------------------------------------------------------
+
+
+class _Call:
+    """One generate() call, carried on its own copy of the generation config."""
+
+    def __init__(self, cache: PagedCache, copies: int, owned: bool, generation_mode: Any):
+        self.cache = cache
+        self.copies = copies  # rows made of one prompt
+        self.owned = owned  # the cache was made here and nobody sees it afterwards
+        self.mode = str(getattr(generation_mode, "value", generation_mode))
+
+
+def _state_of(model: Any) -> PatchState:
+    return model.__dict__[_STATE]
+
+
+def _prepare_cache_for_generation(
+    self: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    state = _state_of(self)
+    if generation_config.output_attentions:
+        raise ValueError(
+            "output_attentions=True needs the eager attention implementation, which hf_paged replaces. Call "
+            'hf_paged.unpatch(model) and model.set_attn_implementation("eager") for that.'
+        )
+    name = compat.CACHE_ARGUMENT
+    given = model_kwargs.get(name)
+    result = type(self)._prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
+    )
+    copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if given is not None:
+        if isinstance(given, PagedCache) and self.config.is_encoder_decoder:
+            # Unwrapped, self- and cross-attention would share layers.
+            model_kwargs[name] = compat.EncoderDecoderCache(given, compat.DynamicCache(config=_text_config(self)))
+        cache = _paged_part(given)
+        if cache is not None:
+            cache.state.expected_tokens = max(max_cache_length - cache.get_seq_length(), 0)
+            generation_config._hf_paged_call = _Call(cache, copies, False, generation_mode)
+        return result
+    made = model_kwargs.get(name)
+    inner = made.self_attention_cache if isinstance(made, compat.EncoderDecoderCache) else made
+    if type(inner) is not compat.DynamicCache or getattr(inner, "offloading", False):
+        if made is not None:
+            wanted = generation_config.cache_implementation or type(inner).__name__
+            state.pool.count_fallback(f"cache_implementation={wanted!r} was asked for, so generate() is not paged")
+        return result
+    cache = PagedCache(self.config, pool=state.pool)
+    cache.state.expected_tokens = max_cache_length
+    if generation_config.is_assistant:
+        cache.activate_past_recording()
+    if isinstance(made, compat.EncoderDecoderCache):
+        made.self_attention_cache = cache
+    else:
+        model_kwargs[name] = cache
+    owned = not generation_config.return_dict_in_generate and not generation_config.is_assistant
+    generation_config._hf_paged_call = _Call(cache, copies, owned, generation_mode)
+    return result
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _paged_part(cache: Any) -> PagedCache | None:
+    if isinstance(cache, compat.EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return cache if isinstance(cache, PagedCache) else None
+
+
+def _prefill(
+    self: Any,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    library = type(self)._prefill
+    call: _Call | None = getattr(generation_config, "_hf_paged_call", None)
+    if call is None:
+        return library(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    cache, state = call.cache, _state_of(self)
+    past = cache.get_seq_length()
+    if past and not self.config.is_encoder_decoder and "inputs_embeds" not in model_kwargs:
+        mask = model_kwargs.get("attention_mask")
+        length = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
+        if length == input_ids.shape[1] <= past:
+            # Everything is in the cache already: compute the last token again, as at least one must be.
+            cache.crop(input_ids.shape[1] - 1 - past)
+    copies = call.copies
+    rows = input_ids.shape[0]
+    reason = None
+    if copies > 1 and state.config.prompt_once:
+        reason = _why_not_once(self, input_ids, generation_config, model_kwargs, copies, cache)
+        if reason is not None:
+            state.pool.count_fallback(f"the prompt is computed once per beam or sample: {reason}", cache.state.fallbacks)
+    if copies == 1 or not state.config.prompt_once or reason is not None:
+        outputs = library(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    else:
+        distinct = {
+            name: entry[::copies] if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows else entry
+            for name, entry in model_kwargs.items()
+        }
+        outputs = library(self, input_ids[::copies], generation_config, distinct, *args, **kwargs)
+        cache.batch_repeat_interleave(copies)
+        outputs.logits = outputs.logits.repeat_interleave(copies, dim=0)
+    if call.owned and not self.config.is_encoder_decoder:
+        cache.state.trusted = True  # from here on generate() appends ones to the mask, and the cache dies with the call
+    return outputs
+
+
+def _why_not_once(
+    model: Any,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    copies: int,
+    cache: PagedCache,
+) -> str | None:
+    """Why a prompt cannot be computed once for its copies; None: it can."""
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models start from one decoder token"
+    if generation_config.output_hidden_states:
+        return "hidden states are asked for"
+    if hasattr(model, "_reorder_cache"):
+        return "the model reorders the cache itself"
+    unknown = sorted(
+        name for name, entry in model_kwargs.items() if entry is not None and name not in _KNOWN_KEYWORDS
+    )
+    if unknown:
+        return f"the model is given {', '.join(unknown)}"
+    if any(not hasattr(layer, "batch_repeat_interleave") for layer in cache.other_layers):
+        return "some layers keep a recurrent state"
+    rows = input_ids.shape[0]
+    if rows % copies or cache.state.rows not in (None, rows // copies):
+        return "the cache holds a row per copy already"
+    mask = model_kwargs.get("attention_mask")
+    for entry in (input_ids, mask):
+        if entry is not None and not bool((entry.unflatten(0, (-1, copies)) == entry[::copies].unsqueeze(1)).all()):
+            return "the copies of a prompt are not equal"
+    return None
+
+
+class _WatchedCriteria(StoppingCriteriaList):
+    """Stopping criteria that tell the cache which rows have stopped. Their answer is unchanged."""
+
+    call: _Call
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        done = super().__call__(input_ids, scores, **kwargs)
+        state = self.call.cache.state
+        if isinstance(done, torch.Tensor) and state.rows == done.shape[0] and bool(done.any()):
+            rows = done.nonzero().flatten().tolist()
+            if len(rows) < done.shape[0]:
+                state.finish_rows(rows)
+        return done
+
+
+def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+    criteria = type(self)._get_stopping_criteria(self, generation_config, *args, **kwargs)
+    call: _Call | None = getattr(generation_config, "_hf_paged_call", None)
+    # Only where a stopped row's next tokens are pads whatever the model says: greedy or sampling, with an EOS criterion.
+    if (
+        call is not None
+        and call.owned
+        and call.mode in ("greedy_search", "sample")
+        and _state_of(self).config.free_finished_rows
+        and not self.config.is_encoder_decoder
+        and any(hasattr(entry, "eos_token_id") for entry in criteria)
+    ):
+        watched = _WatchedCriteria(criteria)
+        watched.call = call
+        return watched
+    return criteria
+
+
+def _paged_stats(self: Any) -> PagedStats:
+    """Numbers of the model's pool: everything its living caches hold."""
+    return _state_of(self).pool.stats()
+
+
+_METHODS = {
+    "_prepare_cache_for_generation": _prepare_cache_for_generation,
+    "_prefill": _prefill,
+    "_get_stopping_criteria": _get_stopping_criteria,
+    "paged_stats": _paged_stats,
+}

@@ -1,0 +1,151 @@
+"""What one forward writes and reads, worked out once and shared by all layers of a group.
+
+Rows are ragged inside: outside, the library sees `[batch, columns]` with pads; inside, a row holds its own tokens from
+position 0. A plan says, per row, how many tokens were there before, which columns of this forward are stored, and where.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .blocks import RowTables
+
+
+@dataclass
+class GroupPlan:
+    """One forward, seen by one layer group.
+
+    Attributes:
+        tables: the rows' block tables, already grown for this forward.
+        window: tokens a query of these layers sees (from the cache layer's type), or None.
+        num_blocks: blocks the stores must have memory for.
+        past: tokens of each row before this forward, [batch].
+        new: tokens of each row stored by this forward, [batch].
+        q_len: columns of this forward.
+        copies: (source, target) blocks to copy before writing.
+        live: whether a row still attends; a finished row does not and gets zeros, [batch].
+        suffix: every row stores exactly its last `new[i]` columns: true but for pads on the right or in the middle.
+        first_column: number of columns before this forward.
+        layout: where `suffix` is false: gives, per row, the columns of its stored tokens, counted from the first column
+            of the cache, and whether each is a token and not a pad, [past + new] each. (A windowed group stores pads
+            behind the first token too: the library's windows count columns.)
+        scratch: what a backend works out once per forward.
+    """
+
+    tables: RowTables
+    window: int | None
+    num_blocks: int
+    past: list[int]
+    new: list[int]
+    q_len: int
+    copies: list[tuple[int, int]]
+    live: list[bool]
+    suffix: bool
+    first_column: int
+    layout: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+    scratch: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        return len(self.past)
+
+    def visible_from(self, row: int, band: int | None = None) -> int:
+        """First position that the first query of a row may see.
+
+        A windowed layer exposes `window - 1` tokens before the forward, whatever the mask says; a sliding mask of `band`
+        tokens bounds each query besides.
+        """
+        start = 0
+        for width in (self.window, band):
+            if width is not None:
+                start = max(start, self.past[row] - width + 1)
+        return start
+
+    def token_slots(self, row: int, begin: int, end: int) -> list[int]:
+        """Slots of positions `begin .. end` of a row."""
+        runs = self.tables.rows[row].token_runs(begin, end, self.tables.block_size)
+        return [slot for first, count in runs for slot in range(first, first + count)]
+
+    def slots_on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`(source, target)` of the tokens to write, [n] int64 each: index into `[batch * q_len]`, slot.
+
+        A source of None stands for all of them in order.
+        """
+        key = ("slots", device)
+        if key not in self.scratch:
+            sources: list[int] = []
+            targets: list[int] = []
+            for row, (past, new) in enumerate(zip(self.past, self.new, strict=True)):
+                if new:
+                    targets.extend(self.token_slots(row, past, past + new))
+                    sources.extend(row * self.q_len + column for column in self.stored_columns(row))
+            whole = len(sources) == self.batch * self.q_len
+            self.scratch[key] = (
+                None if whole else torch.tensor(sources, dtype=torch.int64, device=device),
+                torch.tensor(targets, dtype=torch.int64, device=device),
+            )
+        return self.scratch[key]
+
+    def copies_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(sources, targets)` of the block copies, [num_copies] int64 each."""
+        key = ("copies", device)
+        if key not in self.scratch:
+            pairs = torch.tensor(self.copies, dtype=torch.int64, device=device)
+            self.scratch[key] = (pairs[:, 0], pairs[:, 1])
+        return self.scratch[key]
+
+    def stored_columns(self, row: int) -> Sequence[int]:
+        """Columns of this forward, from 0, that row `row` stores."""
+        new = self.new[row]
+        if self.suffix or new in (0, self.q_len):
+            return range(self.q_len - new, self.q_len)
+        columns, _ = self._layout()
+        return (columns[row][-new:] - self.first_column).tolist()
+
+    def _layout(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if "layout" not in self.scratch:
+            assert self.layout is not None
+            self.scratch["layout"] = self.layout()
+        return self.scratch["layout"]
+
+    def attention_mask(self, row: int, begin: int, band: int | None, device: torch.device) -> torch.Tensor:
+        """Which positions `begin ..` of a row each column of this forward sees, [q_len, past + new - begin] bool.
+
+        The long way round, from columns: right for pads on every side. The query of a pad attends too; what is stored
+        and what is asked are two things.
+        """
+        end = self.past[row] + self.new[row]
+        if self.suffix:
+            lead = self.first_column + self.q_len - end  # pads are all on the left here
+            key_columns = torch.arange(begin, end, device=device) + lead
+            seen = torch.ones(end - begin, dtype=torch.bool, device=device)
+        else:
+            columns, real = self._layout()
+            key_columns = columns[row][begin:end].to(device)
+            seen = real[row][begin:end].to(device)
+        query_columns = torch.arange(self.first_column, self.first_column + self.q_len, device=device)[:, None]
+        mask = (key_columns[None, :] <= query_columns) & seen[None, :]
+        if band is not None:
+            mask &= key_columns[None, :] > query_columns - band
+        if self.window is not None:
+            mask &= key_columns[None, :] > self.first_column - self.window
+        return mask
+
+
+@dataclass
+class StepPlan:
+    """One forward.
+
+    Attributes:
+        groups: a plan per layer group.
+        q_len: columns of this forward.
+        end: columns of the cache once it is done.
+        hides: the mask hides tokens that are stored, so only a dense path is right.
+    """
+
+    groups: list[GroupPlan]
+    q_len: int
+    end: int
+    hides: bool = False

@@ -1,0 +1,255 @@
+"""What caches share: per layer group a `BlockPool`, and each layer's store.
+
+Layers that keep the same tokens form a *layer group*: all full-attention layers share one block table per row, sliding
+layers of one window share another. A group has an id space of its own; every store of a group uses its ids.
+"""
+
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import compat
+from .blocks import BlockPool, RowTables
+from .config import PagedConfig
+from .stats import PagedStats
+from .store import LayerStore
+
+
+class LayerGroup:
+    """Layers that share block ids.
+
+    Attributes:
+        window: tokens a query of these layers sees, itself included; None: all.
+        layers: indices of the layers.
+        blocks: the group's ids.
+    """
+
+    def __init__(self, window: int | None, layers: list[int], blocks: BlockPool):
+        self.window = window
+        self.layers = layers
+        self.blocks = blocks
+
+
+class KVPool:
+    """A pool of key-value blocks that any number of `PagedCache`s of one model draw from.
+
+    Safe to share between threads: bookkeeping holds `lock`, writes and growth of a store hold that store's lock.
+
+    Args:
+        config: the model's config (`model.config`); for composite models its text decoder part is used.
+        paged_config: settings; None: defaults.
+
+    Raises:
+        TypeError: if `config` is not a Transformers config.
+    """
+
+    def __init__(self, config: Any, paged_config: PagedConfig | None = None):
+        if not isinstance(config, compat.PreTrainedConfig):
+            raise TypeError(f"KVPool needs the model's config (model.config), got {type(config).__name__}")
+        self.model_config = config
+        self.config = paged_config if paged_config is not None else PagedConfig()
+        self.layer_types = compat.reads_layer_types(config)
+        by_window: dict[int | None, list[int]] = {}
+        self.group_of: dict[int, int] = {}
+        for index, (layer_type, arguments) in enumerate(self.layer_types):
+            paged, window = compat.window_of(layer_type, arguments)
+            if paged:
+                by_window.setdefault(window, []).append(index)
+        self.groups: list[LayerGroup] = []
+        fixed = self.config.num_blocks
+        for window, layers in by_window.items():
+            self.group_of.update(dict.fromkeys(layers, len(self.groups)))
+            self.groups.append(LayerGroup(window, layers, BlockPool(fixed or 0, max_blocks=fixed)))
+        self._sized = self.config.memory_budget is None
+        self.stores: dict[int, LayerStore] = {}
+        self.fallbacks: Counter[str] = Counter()
+        self.scratch_bytes = 0
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._orphans: deque[RowTables] = deque()
+        self._live: weakref.WeakSet = weakref.WeakSet()  # tables of living caches, for check() and stats()
+
+    # -- locking ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the bookkeeping lock; blocks of caches that died meanwhile are given back on the way in."""
+        with self._lock:
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    self._release_orphans()
+                yield
+            finally:
+                self._depth -= 1
+
+    def abandon(self, tables: list[RowTables]) -> None:
+        """Give back the blocks of a cache that is gone. Called by its finalizer, from any thread, at any moment:
+
+        also by the garbage collector in the middle of an operation on this pool, so it may have to wait its turn.
+        """
+        self._orphans.extend(tables)
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._depth == 0:
+                    self._release_orphans()
+            finally:
+                self._lock.release()
+
+    def _release_orphans(self) -> None:
+        while self._orphans:
+            self._orphans.popleft().release_all()
+
+    def new_tables(self) -> list[RowTables]:
+        """Empty block tables for a new cache, one per layer group."""
+        return self.register([RowTables(group.blocks, self.config.block_size) for group in self.groups])
+
+    def register(self, tables: list[RowTables]) -> list[RowTables]:
+        self._live.update(tables)
+        return tables
+
+    # -- stores -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Get ready for a step that starts with these keys and values, before any block is taken for it.
+
+        An idle pool forgets stores of another shape, dtype or device (the model was moved or cast since).
+
+        Args:
+            key, value: [batch, num_kv_heads, tokens, dim]
+
+        Raises:
+            ValueError: if the pool holds tokens of another shape, dtype or device; or see `_size_from`.
+        """
+        store = self.stores.get(layer)
+        if store is not None and store.signature != LayerStore.signature_of(key, value):
+            with self.locked():
+                if not any(group.blocks.used_blocks for group in self.groups):
+                    self.stores.clear()
+                    for group in self.groups:
+                        group.blocks.forget()
+        if not self._sized:
+            self._size_from(key, value)
+        self.store_of(layer, key, value)
+
+    def store_of(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
+        """The store of a layer, made from the first keys and values it sees.
+
+        Raises:
+            ValueError: if the store holds another shape, dtype or device.
+        """
+        store = self.stores.get(layer)
+        if store is None:
+            with self.locked():
+                store = self.stores.get(layer)
+                if store is None:
+                    self.stores[layer] = store = LayerStore(key, value, self.config.block_size, self._kv_dtype)
+        if store.signature != (signature := LayerStore.signature_of(key, value)):
+            raise ValueError(
+                f"layer {layer} of this pool stores (kv heads, key dim, value dim, key dtype, value dtype, device) = "
+                f"{store.signature}, but got {signature}. Caches of unlike models, dtypes or devices need pools of their "
+                "own: give each its own KVPool. After model.to(...), drop the caches that were filled before."
+            )
+        return store
+
+    @property
+    def _kv_dtype(self) -> torch.dtype | None:
+        return None if self.config.kv_dtype == "auto" else getattr(torch, self.config.kv_dtype)
+
+    def _size_from(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Fix the number of blocks from `memory_budget`, once the first keys and values show what a token takes.
+
+        Every layer is taken to be as large as this one.
+
+        Raises:
+            ValueError: if the budget does not hold one block per group.
+        """
+        with self.locked():
+            if self._sized:
+                return
+            block = LayerStore(key, value, self.config.block_size, self._kv_dtype).bytes_per_block
+            budget = self.config.budget_bytes(_free_memory(key.device))
+            layers = sum(len(group.layers) for group in self.groups)
+            # The same number of blocks for every group; each group's null block is paid for too.
+            count = budget // (block * layers) - 1
+            if count < 1:
+                raise ValueError(
+                    f"memory_budget of {budget} bytes holds no block: one block of {self.config.block_size} tokens takes "
+                    f"{block * layers} bytes in {layers} layers, and each layer keeps one reserved block besides. "
+                    "Raise memory_budget or lower block_size."
+                )
+            for group in self.groups:
+                group.blocks.max_blocks = count
+                group.blocks.grow(count)
+            self._sized = True
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def count_fallback(self, reason: str, *others: Counter) -> None:
+        """Count a call that took a dense path or went without a saving; warn the first time a reason occurs."""
+        if not self.fallbacks[reason]:
+            warnings.warn(f"hf_paged: {reason} (counted in stats().fallbacks; said once)", stacklevel=3)
+        for counter in (self.fallbacks, *others):
+            counter[reason] += 1
+
+    def stats(self, tables: Iterable[list[RowTables]] | None = None) -> PagedStats:
+        """Numbers of the whole pool, or of the caches whose tables are given."""
+        with self.locked():
+            size = self.config.block_size
+            stats = PagedStats(block_size=size, fallbacks=dict(self.fallbacks), scratch_bytes=self.scratch_bytes)
+            chosen = list(self._live) if tables is None else [entry for group in tables for entry in group]
+            filled = slots = 0
+            for group in self.groups:
+                blocks = group.blocks
+                stats.num_blocks += blocks.num_blocks
+                stats.free_blocks += blocks.free_blocks
+                stats.used_blocks += blocks.used_blocks
+                stats.cached_blocks += blocks.cached_blocks
+                stats.shared_blocks += blocks.shared_blocks
+                stats.evictions += blocks.evictions
+                stats.peak_used_blocks += blocks.peak_used_blocks
+                entries = [entry for entry in chosen if entry.pool is blocks]
+                merged = RowTables(blocks, size)
+                merged.rows = [row for entry in entries for row in entry.rows]
+                stored = merged.stored_tokens()
+                filled += stored
+                slots += len({block for row in merged.rows for block in row.blocks}) * size
+                stats.stored_tokens = max(stats.stored_tokens, stored)
+                stats.logical_tokens = max(stats.logical_tokens, merged.logical_tokens())
+                stats.cow_copies += blocks.cow_copies if tables is None else sum(entry.cow_copies for entry in entries)
+                for layer in group.layers:
+                    if (store := self.stores.get(layer)) is not None:
+                        stats.bytes_allocated += store.nbytes
+                        stats.bytes_used += store.bytes_per_block * blocks.used_blocks
+            stats.utilization = filled / slots if slots else 1.0
+            return stats
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant of the bookkeeping is broken, over all living caches."""
+        with self.locked():
+            for group in self.groups:
+                entries = [entry for entry in self._live if entry.pool is group.blocks]
+                for entry in entries:
+                    entry.check()
+                group.blocks.check([row.blocks for entry in entries for row in entry.rows])
+
+    def __deepcopy__(self, memo: dict) -> "KVPool":
+        # A copied model gets a pool of its own: a pool's content belongs to the caches that hold it.
+        return KVPool(self.model_config, self.config)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a KVPool cannot be pickled: save the model without it (hf_paged.unpatch) and patch it again")
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes free on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -4,6 +4,7 @@ With keys and values of a `PagedCache` the function attends over blocks. Every o
 encoders, an assistant with a cache of its own) takes a dense path that is right for any mask.
 """
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ def paged_attention_forward(
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
         reason = _why_dense(module, query, key, attention_mask, dropout, kwargs)
         if reason is None:
-            out = _attend(query, key, attention_mask, scaling, kwargs)
+            out = _attend(query, key, attention_mask, scaling, kwargs, implementation_before(module))
             if out is not None:
                 return out, None
             reason = "the attention mask hides tokens that the cache holds"
@@ -83,8 +84,14 @@ def _why_dense(
 
 
 def _attend(
-    query: torch.Tensor, key: LazyKV, mask: torch.Tensor | None, scaling: float | None, kwargs: dict[str, Any]
+    query: torch.Tensor,
+    key: LazyKV,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+    before: str | None,
 ) -> torch.Tensor | None:
+    """Attention over blocks; None if the mask hides stored tokens. `before`: see `implementation_before`."""
     layer = key.layer
     state = layer.state
     band = padding = None
@@ -107,7 +114,7 @@ def _attend(
     call = AttentionCall(
         scale=scaling if scaling is not None else query.shape[3] ** -0.5,
         band=band,
-        softcap=kwargs.get("softcap"),
+        softcap=None if compat.SDPA_IGNORES_SOFTCAP and before == "sdpa" else kwargs.get("softcap"),
         sinks=sinks,
     )
     if fresh[0] is not None and plan.first_column == 0 and plan.suffix and query.shape[2] > 1 and all(new == plan.q_len for new in plan.new):
@@ -141,74 +148,67 @@ def dense_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over plain tensors: the library's SDPA function, or a plain softmax where that one cannot do it.
+    """Attention over plain tensors, by the function the model used before it was patched.
 
-    Causality aligns lower-right: the last query sees every key.
+    That is the library's SDPA function or the model's own eager one. A model loaded with
+    `attn_implementation="hf_paged"` has no before: it gets SDPA, or its eager function where SDPA would drop a softcap or
+    sinks. Causality aligns lower-right: the last query sees every key.
     """
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.materialize("dense attention")
-    q_len, kv_len = query.shape[2], key.shape[2]
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if attention_mask is None and causal and 1 < q_len < kv_len:
-        # SDPA would align upper-left here and drop keys.
-        columns = torch.arange(kv_len, device=query.device)
-        attention_mask = (columns <= columns[kv_len - q_len :, None])[None, None]
-    unusual = [name for name in ("softcap", "s_aux", "sinks") if kwargs.get(name) is not None]
     for name in ("indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} attends by `{name}` (sparse attention), which hf_paged does not compute. "
                 "Call hf_paged.unpatch(model) or load the model with another attn_implementation."
             )
-    if unusual or kwargs.get("output_attentions"):
-        return _eager(module, query, key, value, attention_mask, dropout, scaling, bool(causal), **kwargs)
-    return compat.sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    before = implementation_before(module)
+    unusual = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
+    eager = None
+    if before == "eager" or kwargs.get("output_attentions") or (unusual and before != "sdpa"):
+        eager = compat.eager_attention_of(module)
+        if eager is None and unusual:
+            raise NotImplementedError(
+                f"{type(module).__name__} asks for softcap or sinks and brings no eager attention function to compute them"
+            )
+    q_len, kv_len = query.shape[2], key.shape[2]
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if attention_mask is None and causal and q_len > 1 and (q_len < kv_len or eager is not None):
+        # SDPA would align upper-left and drop keys; an eager function applies no causality of its own.
+        columns = torch.arange(kv_len, device=query.device)
+        attention_mask = (columns <= columns[kv_len - q_len :, None])[None, None]
+    if eager is None:
+        return compat.sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
+    if scaling is None:
+        scaling = query.shape[3] ** -0.5
+    return eager(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _eager(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    causal: bool,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention in plain operations, float32 softmax, with softcap, sinks and position bias."""
-    group = query.shape[1] // key.shape[1]
-    if group > 1:
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[3] ** -0.5)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if position_bias is not None:
-        scores = scores + position_bias
-    if mask is None and causal and query.shape[2] > 1:
-        columns = torch.arange(key.shape[2], device=query.device)
-        mask = (columns <= columns[key.shape[2] - query.shape[2] :, None])[None, None]
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + mask
-    sink = s_aux if s_aux is not None else sinks
-    if sink is not None:
-        column = sink.view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
-        scores = torch.cat([scores, column], dim=3)
-    weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(query.dtype)
-    if sink is not None:
-        weights = weights[..., :-1]
-    weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
+# What each patched model's attention implementation was before, by the identity of its config (configs are not hashable).
+_before: dict[int, tuple[weakref.ref, str | None]] = {}
+
+
+def remember_implementation(config: Any, name: str | None) -> None:
+    """Note what a config's attention implementation was before it became `hf_paged`."""
+    identity = id(config)
+    _before[identity] = (weakref.ref(config, lambda _: _before.pop(identity, None)), name)
+
+
+def forget_implementation(config: Any) -> None:
+    _before.pop(id(config), None)
+
+
+def implementation_before(module: torch.nn.Module) -> str | None:
+    """The attention implementation a module had before `patch`; None: none, or not known."""
+    config = getattr(module, "config", None)
+    known = _before.get(id(config))
+    return known[1] if known is not None and known[0]() is config else None
 
 
 def paged_mask(

@@ -376,6 +376,7 @@ class PagedCache(compat.DynamicCache):
             ValueError: for a positive number.
             RuntimeError: if a sliding layer no longer holds what comes back into its window.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding hands over a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes 0 or a negative number, the tokens to remove; got {tokens_to_remove}. "

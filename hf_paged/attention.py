@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from . import compat
-from .backends import AttentionCall, choose
+from .backends import AttentionCall
 from .lazy import LazyKV, LazyMask
 
 NAME = "hf_paged"
 
 # Keywords that change the result and that the paged path does not know: such a call is computed densely.
-_DENSE_KEYWORDS = ("position_bias", "indices", "block_indices", "attention_bias", "attn_bias", "alibi", "head_mask")
+_DENSE_KEYWORDS = frozenset(
+    ("position_bias", "indices", "block_indices", "attention_bias", "attn_bias", "alibi", "head_mask")
+)
 
 
 def paged_attention_forward(
@@ -46,7 +48,7 @@ def paged_attention_forward(
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
         reason = _why_dense(module, query, key, attention_mask, dropout, kwargs)
         if reason is None:
-            out = _attend(query, key, attention_mask, scaling, kwargs, implementation_before(module))
+            out = _attend(module, query, key, attention_mask, scaling, kwargs)
             if out is not None:
                 return out, None
             reason = "the attention mask hides tokens that the cache holds"
@@ -71,9 +73,10 @@ def _why_dense(
         return "a custom attention mask"
     if dropout and module.training:
         return "dropout"
-    for name in _DENSE_KEYWORDS:
-        if kwargs.get(name) is not None:
-            return name
+    if not _DENSE_KEYWORDS.isdisjoint(kwargs):
+        for name in sorted(_DENSE_KEYWORDS.intersection(kwargs)):
+            if kwargs[name] is not None:
+                return name
     if query.shape[2] > 1 and mask is None:
         causal = kwargs.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -84,16 +87,15 @@ def _why_dense(
 
 
 def _attend(
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: LazyKV,
     mask: torch.Tensor | None,
     scaling: float | None,
     kwargs: dict[str, Any],
-    before: str | None,
 ) -> torch.Tensor | None:
-    """Attention over blocks; None if the mask hides stored tokens. `before`: see `implementation_before`."""
+    """Attention over blocks; None if the mask hides stored tokens."""
     layer = key.layer
-    state = layer.state
     band = padding = None
     if mask is not None:
         band, padding = mask.window, mask.padding
@@ -101,31 +103,31 @@ def _attend(
     committed = layer.commit(padding)
     if committed is None:
         # Another layer reads the keys and values that this layer wrote in the same forward (KV sharing).
-        step = state.step
+        step = layer.state.step
         plan, hides = step.groups[layer.group], step.hides
         fresh = (None, None)
     else:
         plan, hides = committed
     if hides:
         return None
-    sinks = kwargs.get("s_aux")
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if sinks is None:
         sinks = kwargs.get("sinks")
-    call = AttentionCall(
-        scale=scaling if scaling is not None else query.shape[3] ** -0.5,
-        band=band,
-        softcap=None if compat.SDPA_IGNORES_SOFTCAP and before == "sdpa" else kwargs.get("softcap"),
-        sinks=sinks,
-    )
-    if fresh[0] is not None and plan.first_column == 0 and plan.suffix and query.shape[2] > 1 and all(new == plan.q_len for new in plan.new):
+    if softcap is not None and compat.SDPA_IGNORES_SOFTCAP and implementation_before(module) == "sdpa":
+        softcap = None
+    if scaling is None:
+        scaling = query.shape[3] ** -0.5
+    q_len = query.shape[2]
+    if q_len > 1 and plan.first_column == 0 and plan.suffix and softcap is None and sinks is None:
         # The very first tokens, no pads: the new keys are all there is.
-        bounded = band is not None and query.shape[2] > band
-        if not bounded and call.softcap is None and sinks is None and fresh[0].shape[3] == fresh[1].shape[3]:
-            return _plain_causal(query, *fresh, call.scale)
-    backend = choose(state.pool.config.backend, query.device)
-    out = backend(query, *fresh, layer._store, plan, call)
-    if (used := plan.scratch.get("bytes", 0)) > state.pool.scratch_bytes:
-        state.pool.scratch_bytes = used
+        bounded = band is not None and q_len > band
+        if not bounded and fresh[0] is not None and fresh[0].shape[3] == fresh[1].shape[3]:
+            if all(new == q_len for new in plan.new):
+                return _plain_causal(query, *fresh, scaling)
+    pool = layer.state.pool
+    out = pool.backend(query, *fresh, layer._store, plan, AttentionCall(scaling, band, softcap, sinks))
+    if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
+        pool.scratch_bytes = used
     return out
 
 
@@ -261,7 +263,7 @@ def paged_mask(
         return None
     if not dynamic:  # a static cache: keys of the future are there, too
         return compat.sdpa_mask(**arguments)
-    return LazyMask(
+    return LazyMask.make(
         (batch_size, 1, q_length, kv_length), device, window, attention_mask, partial(compat.full_mask, arguments)
     )
 

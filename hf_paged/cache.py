@@ -10,7 +10,7 @@ from . import compat
 from .blocks import OutOfBlocks
 from .config import PagedConfig
 from .lazy import LazyKV
-from .plan import GroupPlan
+from .plan import GroupPlan, StepPlan
 from .pool import KVPool
 from .state import UNKNOWN_PADDING, CacheState, UnknownPadding
 from .stats import PagedStats
@@ -116,19 +116,18 @@ class PagedLayer(compat.CacheLayerMixin):
             )
         if self._pending is not None:
             self.commit(UNKNOWN_PADDING)
-        _, offset = self.get_mask_sizes(key_states.shape[2])
-        self.columns += key_states.shape[2]
+        batch, heads, q_len, key_dim = key_states.shape
+        visible = self.columns + q_len
+        if self.sliding_window is not None:
+            visible -= max(self.columns - self.sliding_window + 1, 0)
+        self.columns += q_len
         self.steps += 1
         self._pending = (key_states, value_states)
-        visible = self.columns - offset
-        batch, heads, _, key_dim = key_states.shape
+        value_shape = (batch, heads, visible, value_states.shape[3])
         return (
-            LazyKV(self, 0, self.steps, (batch, heads, visible, key_dim), key_states.dtype, key_states.device),
-            LazyKV(
-                self, 1, self.steps, (*value_states.shape[:2], visible, value_states.shape[3]), value_states.dtype,
-                value_states.device,
-            ),
-        )  # fmt: skip
+            LazyKV.make(self, 0, self.steps, (batch, heads, visible, key_dim), key_states),
+            LazyKV.make(self, 1, self.steps, value_shape, value_states),
+        )
 
     def commit(self, padding: torch.Tensor | UnknownPadding | None) -> tuple[GroupPlan, bool] | None:
         """Write what `update` kept aside.
@@ -145,51 +144,33 @@ class PagedLayer(compat.CacheLayerMixin):
         if self._pending is None:
             return None
         key, value = self._pending
+        self._pending = None
         state, q_len = self.state, key.shape[2]
         step = state.step
         if step is None or self.columns != step.end or q_len != step.q_len:
-            self._pending = None
-            try:
-                if self.columns - q_len != state.columns:
-                    raise RuntimeError(
-                        f"layer {self.index} is out of step: it has {self.columns - q_len} tokens, the cache {state.columns}."
-                        " Every layer must be updated once per forward. An encoder-decoder model needs "
-                        "EncoderDecoderCache(PagedCache(config), DynamicCache(config=config))."
-                    )
-                step = state.begin_step(self.index, key, value, padding)
-            except BaseException:
-                self.columns -= q_len
-                raise
-        self._pending = None
+            step = self._begin(key, value, padding)
         plan = step.groups[self.group]
-        store = state.pool.store_of(self.index, key, value)
-        self._store = store
+        store = self._store
+        if store is None or state.pool.stores.get(self.index) is not store:
+            store = self._store = state.pool.store_of(self.index, key, value)
         with store.lock:
-            store.ensure(plan.num_blocks)
-            if plan.copies:
-                store.copy_blocks(*plan.copies_on(key.device))
-            self._write(store, plan, key, value)
+            plan.write(store, key, value)
         return plan, step.hides
 
-    @staticmethod
-    def _write(store: LayerStore, plan: GroupPlan, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put keys and values [batch, heads, q_len, dim] into their slots."""
-        batch, _, q_len, _ = key.shape
-        if q_len > 1 and plan.suffix and q_len * batch >= 16 * batch:
-            # Long runs: straight copies, no reordered temporary.
-            for row, (past, new) in enumerate(zip(plan.past, plan.new, strict=True)):
-                column = q_len - new
-                for slot, count in plan.tables.rows[row].token_runs(past, past + new, store.block_size):
-                    store.key_slots[:, slot : slot + count].copy_(key[row, :, column : column + count])
-                    store.value_slots[:, slot : slot + count].copy_(value[row, :, column : column + count])
-                    column += count
-            return
-        sources, targets = plan.slots_on(key.device)
-        if not len(targets):
-            return
-        for slots, new in ((store.key_slots, key), (store.value_slots, value)):
-            flat = new[:, :, 0].transpose(0, 1) if q_len == 1 else new.transpose(0, 1).flatten(1, 2)
-            slots[:, targets] = (flat if sources is None else flat.index_select(1, sources)).to(slots.dtype)
+    def _begin(self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | UnknownPadding | None) -> StepPlan:
+        """Plan this forward: this layer is the first to write in it. Afterwards it is as before `update` if that fails."""
+        before = self.columns - key.shape[2]
+        try:
+            if before != self.state.columns:
+                raise RuntimeError(
+                    f"layer {self.index} is out of step: it has {before} tokens, the cache {self.state.columns}. Every layer "
+                    "must be updated once per forward. An encoder-decoder model needs "
+                    "EncoderDecoderCache(PagedCache(config), DynamicCache(config=config))."
+                )
+            return self.state.begin_step(self.index, key, value, padding)
+        except BaseException:
+            self.columns = before
+            raise
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -305,6 +286,12 @@ class PagedCache(compat.DynamicCache):
     @property
     def other_layers(self) -> list:
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the new keys and values of layer `layer_idx`; see `PagedLayer.update`."""
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,14 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
 class LazyTensor(torch.Tensor):
     """Base of the two: `materialize()` gives the dense tensor, once."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    _dense: torch.Tensor | None
+    _dense: torch.Tensor | None = None
 
     def materialize(self, reason: str) -> torch.Tensor:
         raise NotImplementedError
@@ -49,13 +52,11 @@ class LazyKV(LazyTensor):
     step: int
 
     @staticmethod
-    def __new__(cls, layer: Any, index: int, step: int, shape: tuple, dtype: torch.dtype, device: Any) -> "LazyKV":
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self.layer, self.index, self.step, self._dense = layer, index, step, None
+    def make(layer: Any, index: int, step: int, shape: tuple, like: torch.Tensor) -> "LazyKV":
+        """One for `layer`; dtype and device as `like`. (No `__init__`: two are made per layer and step.)"""
+        self = _make_wrapper(LazyKV, shape, dtype=like.dtype, device=like.device)
+        self.layer, self.index, self.step = layer, index, step
         return self
-
-    def __init__(self, *args: Any) -> None:
-        pass
 
     def materialize(self, reason: str) -> torch.Tensor:
         if self._dense is None:
@@ -77,20 +78,16 @@ class LazyMask(LazyTensor):
     build: Callable[[], torch.Tensor]
 
     @staticmethod
-    def __new__(
-        cls,
+    def make(
         shape: tuple,
         device: Any,
         window: int | None,
         padding: torch.Tensor | None,
         build: Callable[[], torch.Tensor],
     ) -> "LazyMask":
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        self.window, self.padding, self.build, self._dense = window, padding, build, None
+        self = _make_wrapper(LazyMask, shape, dtype=torch.bool, device=device)
+        self.window, self.padding, self.build = window, padding, build
         return self
-
-    def __init__(self, *args: Any) -> None:
-        pass
 
     def materialize(self, reason: str) -> torch.Tensor:
         if self._dense is None:

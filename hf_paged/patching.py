@@ -251,7 +251,7 @@ def _prepare_cache_for_generation(
             model_kwargs[name] = compat.EncoderDecoderCache(given, compat.DynamicCache(config=_text_config(self)))
         cache = _paged_part(given)
         if cache is not None:
-            cache.state.expected_tokens = max(max_cache_length - cache.get_seq_length(), 0)
+            cache.state.expected_columns = max_cache_length
             generation_config._hf_paged_call = _Call(cache, copies, False, generation_mode)
         return result
     made = model_kwargs.get(name)
@@ -262,7 +262,7 @@ def _prepare_cache_for_generation(
             state.pool.count_fallback(f"cache_implementation={wanted!r} was asked for, so generate() is not paged")
         return result
     cache = PagedCache(self.config, pool=state.pool)
-    cache.state.expected_tokens = max_cache_length
+    cache.state.expected_columns = max_cache_length
     if generation_config.is_assistant:
         cache.activate_past_recording()
     if isinstance(made, compat.EncoderDecoderCache):

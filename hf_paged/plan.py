@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .blocks import RowTables
+from .store import LayerStore
 
 
 @dataclass
@@ -68,23 +69,71 @@ class GroupPlan:
         runs = self.tables.rows[row].token_runs(begin, end, self.tables.block_size)
         return [slot for first, count in runs for slot in range(first, first + count)]
 
-    def slots_on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """`(source, target)` of the tokens to write, [n] int64 each: index into `[batch * q_len]`, slot.
+    def write(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy blocks that are about to be written while shared, then put the new tokens into their slots.
 
-        A source of None stands for all of them in order.
+        Call with the store's lock held.
+
+        Args:
+            key, value: [batch, num_kv_heads, q_len, dim]
         """
-        key = ("slots", device)
+        if store.num_blocks < self.num_blocks:
+            store.ensure(self.num_blocks)
+        if self.copies:
+            store.copy_blocks(*self.copies_on(key.device))
+        batch, heads, q_len, _ = key.shape
+        if batch == 1 and q_len == 1:
+            if self.new[0]:
+                if "slot" not in self.scratch:
+                    self.scratch["slot"] = self.tables.rows[0].slot(self.past[0], store.block_size)
+                slot = self.scratch["slot"]
+                store.key_slots.narrow(1, slot, 1).copy_(key[0])
+                store.value_slots.narrow(1, slot, 1).copy_(value[0])
+            return
+        if q_len >= 16 and self.suffix:
+            # Long runs: straight copies, no reordered temporary.
+            for row, (past, new) in enumerate(zip(self.past, self.new, strict=True)):
+                column = q_len - new
+                for slot, count in self.tables.rows[row].token_runs(past, past + new, store.block_size):
+                    store.key_slots[:, slot : slot + count].copy_(key[row, :, column : column + count])
+                    store.value_slots[:, slot : slot + count].copy_(value[row, :, column : column + count])
+                    column += count
+            return
+        sources, targets = self.rows_on(key.device, heads, store.num_slots)
+        if not len(targets):
+            return
+        for rows, new in ((store.key_rows, key), (store.value_rows, value)):
+            flat = new.reshape(-1, new.shape[3])  # [batch * heads * q_len, dim]
+            if sources is not None:
+                flat = flat.index_select(0, sources)
+            rows.index_copy_(0, targets, flat if flat.dtype == rows.dtype else flat.to(rows.dtype))
+
+    def rows_on(self, device: torch.device, heads: int, num_slots: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`(sources, targets)` of the tokens to write, [n * heads] int64 each.
+
+        A source is an index into `[batch * heads * q_len]`, a target into `[heads * num_slots]`; a source of None stands
+        for all in order.
+        """
+        key = ("rows", device, heads, num_slots)
         if key not in self.scratch:
-            sources: list[int] = []
-            targets: list[int] = []
+            columns: list[int] = []
+            slots: list[int] = []
+            first: list[int] = []
             for row, (past, new) in enumerate(zip(self.past, self.new, strict=True)):
                 if new:
-                    targets.extend(self.token_slots(row, past, past + new))
-                    sources.extend(row * self.q_len + column for column in self.stored_columns(row))
-            whole = len(sources) == self.batch * self.q_len
+                    slots.extend(self.token_slots(row, past, past + new))
+                    columns.extend(self.stored_columns(row))
+                    first.extend([row * heads * self.q_len] * new)
+            head = torch.arange(heads)
+            whole = len(slots) == self.batch * self.q_len
+            # In the order of [batch, heads, q_len], so that the sources are in order where everything is written.
+            target = head[:, None] * num_slots + torch.tensor(slots, dtype=torch.int64)  # [heads, n]
+            source = head[:, None] * self.q_len + torch.tensor(columns, dtype=torch.int64) + torch.tensor(first)
+            if whole:
+                target = target.view(heads, self.batch, self.q_len).transpose(0, 1)
             self.scratch[key] = (
-                None if whole else torch.tensor(sources, dtype=torch.int64, device=device),
-                torch.tensor(targets, dtype=torch.int64, device=device),
+                None if whole else source.flatten().to(device, torch.int64),
+                target.flatten().to(device, torch.int64),
             )
         return self.scratch[key]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import backends, compat
 from .blocks import BlockPool, RowTables
 from .config import PagedConfig
 from .stats import PagedStats
@@ -55,6 +55,7 @@ class KVPool:
             raise TypeError(f"KVPool needs the model's config (model.config), got {type(config).__name__}")
         self.model_config = config
         self.config = paged_config if paged_config is not None else PagedConfig()
+        self.backend = backends.choose(self.config.backend)
         self.layer_types = compat.reads_layer_types(config)
         by_window: dict[int | None, list[int]] = {}
         self.group_of: dict[int, int] = {}

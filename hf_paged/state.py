@@ -33,7 +33,7 @@ class CacheState:
         inner_pads: a pad follows a token in some row.
         finished: rows that gave their blocks back and take no more tokens.
         recording: sliding layers keep what leaves the window until the next crop (assisted decoding).
-        expected_tokens: how many more columns the caller may add, a hint for where to put blocks; None: unknown.
+        expected_columns: how many columns the caller may fill in all, a hint for where to put blocks; None: unknown.
         trusted: the caller only appends real tokens from now on, so masks need no look on the host.
     """
 
@@ -41,7 +41,7 @@ class CacheState:
         self.pool = pool
         self.tables = pool.new_tables()
         self.fallbacks: Counter[str] = Counter()
-        self.expected_tokens: int | None = None
+        self.expected_columns: int | None = None
         self.recording = False
         self._finalizer = weakref.finalize(self, pool.abandon, self.tables)
         self._finalizer.atexit = False
@@ -213,15 +213,16 @@ class CacheState:
             tables.drop_before(index, row.length - window + 1)
 
     def _spread(self, tables: RowTables, entries: list[int]) -> int:
-        """Blocks to leave free behind each row's new blocks: a sixteenth of what it holds, but no more than needed."""
+        """Blocks to leave free behind each row's new blocks, for the row to grow into: as many as the caller may still
+        need, but no more than an eighth of what the row holds, or 8."""
         if sum(1 for count in entries if count) < 2 or self._window(tables) is not None:
             return 0
         size = self.pool.config.block_size
         longest = max(row.length + count for row, count in zip(tables.rows, entries, strict=True))
-        spread = longest // size // 16
-        if self.expected_tokens is not None:
-            spread = min(spread, -(-max(self.expected_tokens, 0) // size))
-        return spread
+        if self.expected_columns is None:
+            return longest // size // 16
+        left = self.expected_columns - self.columns - max(entries)
+        return min(-(-max(left, 0) // size), max(longest // size // 8, 8))
 
     def _real_columns(self, columns: int) -> torch.Tensor:
         """[batch, columns] bool: which of the first `columns` columns are tokens."""
@@ -328,7 +329,7 @@ class CacheState:
             other.tables[:] = self.pool.register([tables.fork() for tables in self.tables])
         other.columns, other.rows, other.lead = self.columns, self.rows, list(self.lead)
         other.real, other.inner_pads, other.finished = self.real, self.inner_pads, list(self.finished)
-        other.recording, other.expected_tokens = self.recording, self.expected_tokens
+        other.recording, other.expected_columns = self.recording, self.expected_columns
         return other
 
     # -- dense views ------------------------------------------------------------------------------------------------

@@ -52,8 +52,14 @@ class LayerStore:
 
     def _set_slots(self) -> None:
         heads, key_dim, _, _ = self._shapes[0]
+        value_dim = self._shapes[1][1]
+        self.num_blocks = self.keys.shape[1] - 1
+        self.num_slots = self.keys.shape[1] * self.block_size
         self.key_slots = self.keys.view(heads, -1, key_dim)  # [num_kv_heads, slots, key_dim]
-        self.value_slots = self.values.view(self._shapes[1][0], -1, self._shapes[1][1])
+        self.value_slots = self.values.view(heads, -1, value_dim)
+        # The same with heads and slots in one dim: row `head * num_slots + slot`. Rows of it are the fastest to write.
+        self.key_rows = self.keys.view(-1, key_dim)
+        self.value_rows = self.values.view(-1, value_dim)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +76,7 @@ class LayerStore:
 
     def ensure(self, num_blocks: int) -> None:
         """Have memory for ids 0..num_blocks. What was stored keeps its place. Call with `lock` held."""
-        have = self.keys.shape[1]
+        have = self.num_blocks + 1
         if have > num_blocks:
             return
         with torch.inference_mode(False), torch.no_grad():

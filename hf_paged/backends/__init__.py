@@ -35,8 +35,8 @@ class AttentionCall:
 Backend = Callable[..., torch.Tensor]
 
 
-def choose(name: str, device: torch.device) -> Backend:
-    """The backend for a `PagedConfig.backend` name and a device."""
+def choose(name: str) -> Backend:
+    """The backend for a `PagedConfig.backend` name."""
     if name == "reference":
         from .reference import attend
     else:

@@ -29,7 +29,7 @@ LONG_PREFIX = 64
 # Queries per tile where scores are held in memory (softcap, explicit masks).
 QUERY_CHUNK = 512
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attend(
@@ -68,9 +68,9 @@ def _tile(
     Returns:
         Output [b, heads, q, value_dim] in the query's dtype, log-sum-exp [b, heads, q] in float32.
     """
-    if key.dtype != query.dtype:
+    if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = key.to(query.dtype), value.to(query.dtype)
-    if query.device.type == "cpu" and call.softcap is None and key.shape[3] == value.shape[3] == query.shape[3]:
+    if call.softcap is None and query.is_cpu and key.shape[3] == value.shape[3]:
         return _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=call.scale)
     scores = torch.matmul(query, key.transpose(2, 3)).float() * call.scale
     if call.softcap is not None:
@@ -122,7 +122,8 @@ class _Piece:
     tokens: int = 0
     slots: torch.Tensor | None = None
     mask: torch.Tensor | None = None
-    index: "slice | torch.Tensor" = field(default_factory=lambda: slice(None))
+    index: "slice | torch.Tensor | None" = None  # `rows` to index with; None: all
+    views: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -131,6 +132,7 @@ class _Schedule:
     layers: int  # merge layers
     empty: list[int]  # rows that see nothing
     gathered: int  # tokens gathered per layer
+    whole: bool = False  # one piece that is every row's own: nothing to merge
     buffers: dict = field(default_factory=dict)
 
 
@@ -148,14 +150,23 @@ def _decode(query: torch.Tensor, store: LayerStore, plan: GroupPlan, call: Atten
         plan.scratch["bytes"] = 4 * elements + schedule.gathered * kv_heads * (key_dim + value_dim) * (
             query.element_size()
         )
+    if schedule.whole and call.softcap is None and call.sinks is None and query.dtype == store.keys.dtype:
+        # One strided batch and nothing to merge: the very call the library makes, on blocks.
+        keys, values = _strided(schedule.pieces[0], len(schedule.pieces[0].rows), store)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, scale=call.scale, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2)
     queries = query.reshape(batch, kv_heads, group, key_dim)
     sinks = None if call.sinks is None else call.sinks.view(kv_heads, group)
     if not schedule.pieces:
         return query.new_zeros(batch, 1, num_heads, value_dim)
 
-    if schedule.layers == 1 and not schedule.empty and len(schedule.pieces) == 1 and not schedule.pieces[0].shared:
+    if schedule.whole:
         out, lse = _run_piece(schedule.pieces[0], queries, store, call)
-        return _add_sinks(out, lse, sinks).reshape(batch, 1, num_heads, value_dim)
+        if sinks is not None:
+            out = _add_sinks(out, lse, sinks)
+        return out.reshape(batch, 1, num_heads, value_dim)
 
     buffers = schedule.buffers.get((kv_heads, group, value_dim))
     if buffers is None:
@@ -172,11 +183,20 @@ def _decode(query: torch.Tensor, store: LayerStore, plan: GroupPlan, call: Atten
             shape = (piece.parts, kv_heads, len(piece.rows), group)
             out = out.reshape(*shape, value_dim).transpose(1, 2)
             lse = lse.reshape(shape).transpose(1, 2)
-            outs[piece.layer : piece.layer + piece.parts, piece.index] = out.to(outs.dtype)
-            lses[piece.layer : piece.layer + piece.parts, piece.index] = lse
+            first, last = piece.layer, piece.layer + piece.parts
+            into_outs, into_lses = outs[first:last], lses[first:last]
+            if piece.index is not None:
+                into_outs[:, piece.index] = out.to(outs.dtype)
+                into_lses[:, piece.index] = lse
+                continue
         else:
-            outs[piece.layer, piece.index] = out.to(outs.dtype)
-            lses[piece.layer, piece.index] = lse
+            into_outs, into_lses = outs[piece.layer], lses[piece.layer]
+            if piece.index is not None:
+                into_outs[piece.index] = out.to(outs.dtype)
+                into_lses[piece.index] = lse
+                continue
+        into_outs.copy_(out)
+        into_lses.copy_(lse)
     if schedule.layers == 1:
         merged, total = outs[0], lses[0]
     else:
@@ -194,7 +214,7 @@ def _run_piece(
     """Attention of one piece: [rows, kv_heads, group, dim], or [parts, kv_heads, rows * group, dim] where shared."""
     kv_heads, _, key_dim = store.key_slots.shape
     value_dim = store.value_slots.shape[2]
-    chosen = queries if isinstance(piece.index, slice) and piece.index == slice(None) else queries[piece.index]
+    chosen = queries if piece.index is None else queries[piece.index]
     if piece.shared:
         chosen = chosen.transpose(0, 1).reshape(1, kv_heads, -1, key_dim).expand(piece.parts, -1, -1, -1)
     if piece.slots is not None:
@@ -204,15 +224,29 @@ def _run_piece(
         values = values.view(kv_heads, count, -1, value_dim).transpose(0, 1)
     else:
         count = piece.parts if piece.shared else len(piece.rows)
-        keys, values = (
-            slots.as_strided(
-                (count, kv_heads, piece.tokens, dim),
-                (piece.stride * dim, slots.stride(0), dim, 1),
-                slots.storage_offset() + piece.start * dim,
-            )
-            for slots, dim in ((store.key_slots, key_dim), (store.value_slots, value_dim))
-        )
+        keys, values = _strided(piece, count, store)
     return _tile(chosen, keys, values, call, piece.mask)
+
+
+def _strided(piece: _Piece, count: int, store: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a strided piece, [count, kv_heads, tokens, dim], as views of the store."""
+    kv_heads, _, key_dim = store.key_slots.shape
+    value_dim = store.value_slots.shape[2]
+    slots = store.num_slots
+    views = piece.views.get(slots)
+    if views is None:  # the same for all layers of a model like the next
+        views = piece.views[slots] = tuple(
+            (
+                (count, kv_heads, piece.tokens, dim),
+                (piece.stride * dim, slots * dim, dim, 1),
+                piece.start * dim,
+            )
+            for dim in (key_dim, value_dim)
+        )
+    if views[0][0][1:] != (kv_heads, piece.tokens, key_dim) or views[1][0][3] != value_dim:
+        piece.views.clear()
+        return _strided(piece, count, store)
+    return store.key_slots.as_strided(*views[0]), store.value_slots.as_strided(*views[1])
 
 
 def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: torch.dtype) -> _Schedule:
@@ -316,7 +350,8 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
             )
         )
         gathered += slots.numel()
-    return _Schedule(pieces, max(used, default=0), empty, gathered)
+    whole = len(pieces) == 1 and not pieces[0].shared and pieces[0].slots is None and not empty
+    return _Schedule(pieces, max(used, default=0), empty, gathered, whole)
 
 
 def _use(used: list[int], rows: list[int], parts: int) -> None:
@@ -332,10 +367,10 @@ def _layer_for(used: list[int], rows: list[int]) -> int:
     return layer
 
 
-def _index(rows: list[int], batch: int, device: torch.device) -> "slice | torch.Tensor":
+def _index(rows: list[int], batch: int, device: torch.device) -> "slice | torch.Tensor | None":
     """`rows` as something to index with: a slice wherever they are adjacent."""
     if len(rows) == batch:
-        return slice(None)
+        return None
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, device=device)

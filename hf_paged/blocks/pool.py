@@ -180,8 +180,8 @@ class BlockPool:
             tail = len(self._free_map) - len(self._free_map.rstrip(b"\1"))
             lacking = length - tail
             within = self.max_blocks is None or self.num_blocks + lacking <= self.max_blocks
-            # Growing for the sake of adjacency alone is kept to an eighth of the pool.
-            if not within or (self.num_blocks and lacking > max(8, self.num_blocks // 8)):
+            # Growing for the sake of adjacency alone is kept small.
+            if not within or (self.num_blocks and lacking > max(64, self.num_blocks // 8)):
                 return 0
             start = len(self._free_map) - tail
             self.grow(lacking)
@@ -205,10 +205,10 @@ class BlockPool:
             raise OutOfBlocks(needed, headroom, self.max_blocks or 0)
 
     def _grow_for(self, needed: int) -> None:
-        """Amortised growth: by an eighth at least, never above the cap. Cached blocks are reused before it."""
+        """Amortised growth: by a sixteenth at least, never above the cap. Cached blocks are reused before it."""
         lacking = needed - len(self._free) - len(self._cached)
         if lacking > 0:
-            step = max(lacking, self.num_blocks // 8)
+            step = max(lacking, self.num_blocks // 16)
             if self.max_blocks is not None:
                 step = min(step, self.max_blocks - self.num_blocks)
             self.grow(step)

@@ -108,7 +108,7 @@ def _attend(
         fresh = (None, None)
     else:
         plan, hides = committed
-    if hides:
+    if hides or layer.state.hidden_by(padding):
         return None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if sinks is None:
@@ -118,6 +118,12 @@ def _attend(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     q_len = query.shape[2]
+    if not plan.suffix and plan.first_column == 0 and fresh[0] is not None and sinks is None:
+        before = implementation_before(module)
+        if before == "eager" or (softcap is not None and before != "sdpa"):
+            # A query that sees no key, such as a pad further than the window behind the last token, gets the mean of
+            # all values from an eager function, pads included. All of them are here, and only here.
+            return dense_attention(module, query, *fresh, mask, 0.0, scaling, **kwargs)[0]
     if q_len > 1 and plan.first_column == 0 and plan.suffix and softcap is None and sinks is None:
         # The very first tokens, no pads: the new keys are all there is.
         bounded = band is not None and q_len > band
@@ -125,7 +131,7 @@ def _attend(
             if all(new == q_len for new in plan.new):
                 return _plain_causal(query, *fresh, scaling)
     pool = layer.state.pool
-    out = pool.backend(query, *fresh, layer._store, plan, AttentionCall(scaling, band, softcap, sinks))
+    out = pool.backend(query, *fresh, layer.memory, plan, AttentionCall(scaling, band, softcap, sinks))
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
         pool.scratch_bytes = used
     return out

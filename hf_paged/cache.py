@@ -14,7 +14,7 @@ from .plan import GroupPlan, StepPlan
 from .pool import KVPool
 from .state import UNKNOWN_PADDING, CacheState, UnknownPadding
 from .stats import PagedStats
-from .store import LayerStore
+from .store import LayerStore, Memory
 
 __all__ = ["OutOfBlocks", "PagedCache", "PagedLayer"]
 
@@ -32,7 +32,7 @@ class PagedLayer(compat.CacheLayerMixin):
 
     is_compileable = False
     is_croppable = True
-    supports_early_init = False
+    supports_early_init = True
 
     def __init__(self, state: CacheState, index: int):
         self.state = state
@@ -43,8 +43,10 @@ class PagedLayer(compat.CacheLayerMixin):
         self.sliding_window = window
         self.columns = 0  # the library's length of this layer, pads and the pending step included
         self.steps = 0
+        self._encoder_decoder = state.pool.model_config.is_encoder_decoder
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._store: LayerStore | None = None
+        self.memory: Memory | None = None  # what the last step was written to
 
     # -- what the library reads -------------------------------------------------------------------------------------
 
@@ -116,6 +118,9 @@ class PagedLayer(compat.CacheLayerMixin):
             )
         if self._pending is not None:
             self.commit(UNKNOWN_PADDING)
+        if self._encoder_decoder and self.columns == self.state.columns and self.state.in_mid_forward:
+            # Cross-attention is about to write where self-attention has just written.
+            raise self._out_of_step(self.columns)
         batch, heads, q_len, key_dim = key_states.shape
         visible = self.columns + q_len
         if self.sliding_window is not None:
@@ -149,12 +154,13 @@ class PagedLayer(compat.CacheLayerMixin):
         step = state.step
         if step is None or self.columns != step.end or q_len != step.q_len:
             step = self._begin(key, value, padding)
+        state.writes += 1
         plan = step.groups[self.group]
         store = self._store
         if store is None or state.pool.stores.get(self.index) is not store:
             store = self._store = state.pool.store_of(self.index, key, value)
         with store.lock:
-            plan.write(store, key, value)
+            self.memory = plan.write(store, key, value)
         return plan, step.hides
 
     def _begin(self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | UnknownPadding | None) -> StepPlan:
@@ -162,15 +168,18 @@ class PagedLayer(compat.CacheLayerMixin):
         before = self.columns - key.shape[2]
         try:
             if before != self.state.columns:
-                raise RuntimeError(
-                    f"layer {self.index} is out of step: it has {before} tokens, the cache {self.state.columns}. Every layer "
-                    "must be updated once per forward. An encoder-decoder model needs "
-                    "EncoderDecoderCache(PagedCache(config), DynamicCache(config=config))."
-                )
+                raise self._out_of_step(before)
             return self.state.begin_step(self.index, key, value, padding)
         except BaseException:
             self.columns = before
             raise
+
+    def _out_of_step(self, columns: int) -> RuntimeError:
+        return RuntimeError(
+            f"layer {self.index} is out of step: it has {columns} tokens, the cache {self.state.columns}. Every layer "
+            "must be updated once per forward. An encoder-decoder model needs "
+            "EncoderDecoderCache(PagedCache(config), DynamicCache(config=config))."
+        )
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -203,11 +212,11 @@ class PagedLayer(compat.CacheLayerMixin):
         return self._gather(index, first)
 
     def _gather(self, index: int, first: int) -> torch.Tensor:
-        store = self._store
-        assert store is not None
+        store, memory = self._store, self.memory
+        assert store is not None and memory is not None
         slots = self.state.dense_slots(self.group, first, self.columns)
-        memory = (store.key_slots, store.value_slots)[index]
-        dense = memory.index_select(1, slots.flatten().to(memory.device)).unflatten(1, slots.shape)
+        held = (memory.key_slots, memory.value_slots)[index]
+        dense = held.index_select(1, slots.flatten().to(held.device)).unflatten(1, slots.shape)
         return dense.transpose(0, 1).contiguous().to(store.signature[3 + index])
 
     def flush(self) -> None:
@@ -233,7 +242,7 @@ class PagedLayer(compat.CacheLayerMixin):
     def follow(self, state: CacheState) -> "PagedLayer":
         """This layer over a forked state."""
         other = PagedLayer(state, self.index)
-        other.columns, other._store = self.columns, self._store
+        other.columns, other._store, other.memory = self.columns, self._store, self.memory
         return other
 
 

@@ -47,7 +47,7 @@ class PagedConfig:
         if self.num_blocks is not None:
             if self.memory_budget is not None:
                 raise ValueError("give num_blocks or memory_budget, not both")
-            if not isinstance(self.num_blocks, int) or self.num_blocks < 1:
+            if not isinstance(self.num_blocks, int) or isinstance(self.num_blocks, bool) or self.num_blocks < 1:
                 raise ValueError(f"num_blocks must be a positive int or None, got {self.num_blocks!r}")
         if self.memory_budget is not None:
             self.budget_bytes(available=1 << 62)
@@ -73,9 +73,10 @@ class PagedConfig:
         if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
             return budget
         if isinstance(budget, str):
-            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?B)?\s*", budget.upper())
-            if match and float(match[1]) > 0:
-                return int(float(match[1]) * _UNITS[match[2] or ""])
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMG]I?)?B)?\s*", budget.upper())
+            count = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+            if count > 0:
+                return count
         raise ValueError(
             f'memory_budget must be bytes (int), a string such as "2GiB", or a fraction in (0, 1], got {budget!r}'
         )

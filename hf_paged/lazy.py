@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 

@@ -253,6 +253,8 @@ def _prepare_cache_for_generation(
         if cache is not None:
             cache.state.expected_columns = max_cache_length
             generation_config._hf_paged_call = _Call(cache, copies, False, generation_mode)
+        else:
+            state.pool.count_fallback(f"a {type(given).__name__} was passed in, so generate() is not paged")
         return result
     made = model_kwargs.get(name)
     inner = made.self_attention_cache if isinstance(made, compat.EncoderDecoderCache) else made
@@ -260,6 +262,10 @@ def _prepare_cache_for_generation(
         if made is not None:
             wanted = generation_config.cache_implementation or type(inner).__name__
             state.pool.count_fallback(f"cache_implementation={wanted!r} was asked for, so generate() is not paged")
+        return result
+    if state.pool.layer_types != compat.reads_layer_types(self.config):
+        # Early exit: the library runs the model with fewer layers for a while, as its own assistant.
+        state.pool.count_fallback("the model runs with other layers than when patched, so generate() is not paged")
         return result
     cache = PagedCache(self.config, pool=state.pool)
     cache.state.expected_columns = max_cache_length
@@ -342,7 +348,9 @@ def _why_not_once(
     if hasattr(model, "_reorder_cache"):
         return "the model reorders the cache itself"
     unknown = sorted(
-        name for name, entry in model_kwargs.items() if entry is not None and name not in _KNOWN_KEYWORDS
+        name
+        for name, entry in model_kwargs.items()
+        if name not in _KNOWN_KEYWORDS and entry is not None and not (isinstance(entry, dict) and not entry)
     )
     if unknown:
         return f"the model is given {', '.join(unknown)}"

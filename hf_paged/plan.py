@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .blocks import RowTables
-from .store import LayerStore
+from .store import LayerStore, Memory
 
 
 @dataclass
@@ -69,44 +69,49 @@ class GroupPlan:
         runs = self.tables.rows[row].token_runs(begin, end, self.tables.block_size)
         return [slot for first, count in runs for slot in range(first, first + count)]
 
-    def write(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> Memory:
         """Copy blocks that are about to be written while shared, then put the new tokens into their slots.
 
         Call with the store's lock held.
 
         Args:
             key, value: [batch, num_kv_heads, q_len, dim]
+
+        Returns:
+            The memory written to.
         """
-        if store.num_blocks < self.num_blocks:
-            store.ensure(self.num_blocks)
+        memory = store.memory
+        if memory.num_blocks < self.num_blocks:
+            memory = store.ensure(self.num_blocks)
         if self.copies:
             store.copy_blocks(*self.copies_on(key.device))
         batch, heads, q_len, _ = key.shape
         if batch == 1 and q_len == 1:
             if self.new[0]:
                 if "slot" not in self.scratch:
-                    self.scratch["slot"] = self.tables.rows[0].slot(self.past[0], store.block_size)
+                    self.scratch["slot"] = self.tables.rows[0].slot(self.past[0], memory.block_size)
                 slot = self.scratch["slot"]
-                store.key_slots.narrow(1, slot, 1).copy_(key[0])
-                store.value_slots.narrow(1, slot, 1).copy_(value[0])
-            return
+                memory.key_slots.narrow(1, slot, 1).copy_(key[0])
+                memory.value_slots.narrow(1, slot, 1).copy_(value[0])
+            return memory
         if q_len >= 16 and self.suffix:
             # Long runs: straight copies, no reordered temporary.
             for row, (past, new) in enumerate(zip(self.past, self.new, strict=True)):
                 column = q_len - new
-                for slot, count in self.tables.rows[row].token_runs(past, past + new, store.block_size):
-                    store.key_slots[:, slot : slot + count].copy_(key[row, :, column : column + count])
-                    store.value_slots[:, slot : slot + count].copy_(value[row, :, column : column + count])
+                for slot, count in self.tables.rows[row].token_runs(past, past + new, memory.block_size):
+                    memory.key_slots[:, slot : slot + count].copy_(key[row, :, column : column + count])
+                    memory.value_slots[:, slot : slot + count].copy_(value[row, :, column : column + count])
                     column += count
-            return
-        sources, targets = self.rows_on(key.device, heads, store.num_slots)
+            return memory
+        sources, targets = self.rows_on(key.device, heads, memory.num_slots)
         if not len(targets):
-            return
-        for rows, new in ((store.key_rows, key), (store.value_rows, value)):
-            flat = new.reshape(-1, new.shape[3])  # [batch * heads * q_len, dim]
+            return memory
+        for rows, tensor in ((memory.key_rows, key), (memory.value_rows, value)):
+            flat = tensor.reshape(-1, tensor.shape[3])  # [batch * heads * q_len, dim]
             if sources is not None:
                 flat = flat.index_select(0, sources)
             rows.index_copy_(0, targets, flat if flat.dtype == rows.dtype else flat.to(rows.dtype))
+        return memory
 
     def rows_on(self, device: torch.device, heads: int, num_slots: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """`(sources, targets)` of the tokens to write, [n * heads] int64 each.

@@ -4,9 +4,9 @@ Held by the cache and by its layers. When the last of them is gone, the blocks g
 """
 
 import weakref
-from functools import partial
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -34,6 +34,9 @@ class CacheState:
         finished: rows that gave their blocks back and take no more tokens.
         recording: sliding layers keep what leaves the window until the next crop (assisted decoding).
         expected_columns: how many columns the caller may fill in all, a hint for where to put blocks; None: unknown.
+        step: the forward written last; None: rows or lengths have changed since.
+        writes: layers that have written in `step`.
+        blind: a forward whose mask was not known has stored all its columns, pads too.
         trusted: the caller only appends real tokens from now on, so masks need no look on the host.
     """
 
@@ -56,6 +59,13 @@ class CacheState:
         self.finished: list[bool] = []
         self.trusted = False
         self.step: StepPlan | None = None
+        self.writes = 0
+        self.blind = False
+
+    @property
+    def in_mid_forward(self) -> bool:
+        """Some layers have written in this step and some have not."""
+        return self.step is not None and self.writes < len(self.pool.group_of)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -101,6 +111,8 @@ class CacheState:
         step.hides = hides
         self.columns += q_len
         self.step = step
+        self.writes = 0
+        self.blind |= isinstance(padding, UnknownPadding) and not self.trusted
         return step
 
     def _read_padding(
@@ -140,6 +152,17 @@ class CacheState:
             hides = True
         new = padding[:, past : past + q_len]
         return (None if new.all() else new), hides
+
+    def hidden_by(self, padding: torch.Tensor | None) -> bool:
+        """Whether a mask hides tokens that a forward without a known mask has stored.
+
+        Layers of one forward may come with unlike masks: the first of them decides what is stored.
+        """
+        if not self.blind or padding is None:
+            return False
+        shown = padding.detach().to("cpu", torch.bool)[:, : self.columns]
+        stored = self._real_columns(self.columns)
+        return bool(stored[:, shown.shape[1] :].any()) or bool((stored[:, : shown.shape[1]] & ~shown).any())
 
     def _plan(self, batch: int, q_len: int, new_real: torch.Tensor | None) -> StepPlan:
         past_columns = self.columns
@@ -329,7 +352,7 @@ class CacheState:
             other.tables[:] = self.pool.register([tables.fork() for tables in self.tables])
         other.columns, other.rows, other.lead = self.columns, self.rows, list(self.lead)
         other.real, other.inner_pads, other.finished = self.real, self.inner_pads, list(self.finished)
-        other.recording, other.expected_columns = self.recording, self.expected_columns
+        other.recording, other.expected_columns, other.blind = self.recording, self.expected_columns, self.blind
         return other
 
     # -- dense views ------------------------------------------------------------------------------------------------

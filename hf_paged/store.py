@@ -15,6 +15,35 @@ import threading
 import torch
 
 
+class Memory:
+    """The tensors of a store as they lie at one moment.
+
+    A growing store moves to new memory; who attends goes on reading the one it wrote to, whole and consistent, also while
+    another thread makes the store grow.
+
+    Attributes:
+        keys, values: [num_kv_heads, 1 + num_blocks, block_size, dim]
+        key_slots, value_slots: the same seen as [num_kv_heads, num_slots, dim].
+        key_rows, value_rows: the same with heads and slots in one dim: row `head * num_slots + slot`. Rows of it are the
+            fastest to write.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        heads, blocks, self.block_size, key_dim = keys.shape
+        value_dim = values.shape[3]
+        self.keys, self.values = keys, values
+        self.num_blocks = blocks - 1
+        self.num_slots = blocks * self.block_size
+        self.key_slots = keys.view(heads, -1, key_dim)
+        self.value_slots = values.view(heads, -1, value_dim)
+        self.key_rows = keys.view(-1, key_dim)
+        self.value_rows = values.view(-1, value_dim)
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at `slots` ([n], int64): two tensors [num_kv_heads, n, dim]. Slot 0 gives zeros."""
+        return self.key_slots.index_select(1, slots), self.value_slots.index_select(1, slots)
+
+
 class LayerStore:
     """Keys and values of one layer, on that layer's device, each in its own dtype.
 
@@ -34,9 +63,7 @@ class LayerStore:
         self._shapes = []
         for tensor in (key, value):
             self._shapes.append((tensor.shape[1], tensor.shape[3], dtype or tensor.dtype, tensor.device))
-        self.keys = self._empty(0, 1)
-        self.values = self._empty(1, 1)
-        self._set_slots()
+        self.memory = Memory(self._empty(0, 1), self._empty(1, 1))
 
     @staticmethod
     def signature_of(key: torch.Tensor, value: torch.Tensor) -> tuple:
@@ -50,45 +77,32 @@ class LayerStore:
             tensor[:, 0].zero_()
         return tensor
 
-    def _set_slots(self) -> None:
-        heads, key_dim, _, _ = self._shapes[0]
-        value_dim = self._shapes[1][1]
-        self.num_blocks = self.keys.shape[1] - 1
-        self.num_slots = self.keys.shape[1] * self.block_size
-        self.key_slots = self.keys.view(heads, -1, key_dim)  # [num_kv_heads, slots, key_dim]
-        self.value_slots = self.values.view(heads, -1, value_dim)
-        # The same with heads and slots in one dim: row `head * num_slots + slot`. Rows of it are the fastest to write.
-        self.key_rows = self.keys.view(-1, key_dim)
-        self.value_rows = self.values.view(-1, value_dim)
-
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.memory.keys.nbytes + self.memory.values.nbytes
 
     @property
     def bytes_per_block(self) -> int:
-        return self.nbytes // self.keys.shape[1]
+        return self.nbytes // (self.memory.num_blocks + 1)
 
     @property
     def largest_offset(self) -> int:
         """Largest element offset an address calculation can reach; beyond 2**31 - 1 kernels need 64-bit offsets."""
-        return max(self.keys.numel(), self.values.numel()) - 1
+        return max(self.memory.keys.numel(), self.memory.values.numel()) - 1
 
-    def ensure(self, num_blocks: int) -> None:
+    def ensure(self, num_blocks: int) -> Memory:
         """Have memory for ids 0..num_blocks. What was stored keeps its place. Call with `lock` held."""
-        have = self.num_blocks + 1
-        if have > num_blocks:
-            return
+        old = self.memory
+        if old.num_blocks >= num_blocks:
+            return old
         with torch.inference_mode(False), torch.no_grad():
-            # One tensor after the other, so that the peak is one tensor above the total.
-            for which, name in enumerate(("keys", "values")):
-                old = getattr(self, name)
+            grown = []
+            for which, tensor in enumerate((old.keys, old.values)):
                 new = self._empty(which, num_blocks + 1)
-                if have > 1:
-                    new[:, 1:have] = old[:, 1:]
-                setattr(self, name, new)
-                del old
-        self._set_slots()
+                new[:, 1 : old.num_blocks + 1] = tensor[:, 1:]
+                grown.append(new)
+            self.memory = Memory(*grown)
+        return self.memory
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks, keys and values. Call with `lock` held.
@@ -96,9 +110,5 @@ class LayerStore:
         Args:
             sources, targets: block ids, [num_copies], int64, on this store's device.
         """
-        self.keys.index_copy_(1, targets, self.keys.index_select(1, sources))
-        self.values.index_copy_(1, targets, self.values.index_select(1, sources))
-
-    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at `slots` ([n], int64): two tensors [num_kv_heads, n, dim]. Slot 0 gives zeros."""
-        return self.key_slots.index_select(1, slots), self.value_slots.index_select(1, slots)
+        for blocks in (self.memory.keys, self.memory.values):
+            blocks.index_copy_(1, targets, blocks.index_select(1, sources))

@@ -3,7 +3,7 @@
 import torch
 
 from ..plan import GroupPlan
-from ..store import LayerStore
+from ..store import Memory
 from . import AttentionCall
 
 
@@ -11,20 +11,20 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
-    store: LayerStore,
+    memory: Memory,
     plan: GroupPlan,
     call: AttentionCall,
 ) -> torch.Tensor:
     """See `hf_paged.backends`."""
     batch, num_heads, q_len, _ = query.shape
-    out = query.new_zeros(batch, q_len, num_heads, store.value_slots.shape[2])
+    out = query.new_zeros(batch, q_len, num_heads, memory.value_slots.shape[2])
     for row in range(batch):
         end = plan.past[row] + plan.new[row]
         begin = plan.tables.rows[row].start
         if not plan.live[row] or end == begin:
             continue
         slots = torch.tensor(plan.token_slots(row, begin, end), device=query.device)
-        keys, values = (tensor.float() for tensor in store.gather(slots))  # [num_kv_heads, n, dim]
+        keys, values = (tensor.float() for tensor in memory.gather(slots))  # [num_kv_heads, n, dim]
         group = num_heads // keys.shape[0]
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
         scores = query[row].float() @ keys.transpose(1, 2) * call.scale  # [num_heads, q_len, n]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..plan import GroupPlan
-from ..store import LayerStore
+from ..store import Memory
 from . import AttentionCall
 
 # Tokens from which a run is worth a call of its own; below, it is gathered. Measured on 2 cores: a call costs about
@@ -36,14 +36,14 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
-    store: LayerStore,
+    memory: Memory,
     plan: GroupPlan,
     call: AttentionCall,
 ) -> torch.Tensor:
     """See `hf_paged.backends`."""
     if query.shape[2] == 1 and (plan.suffix or (plan.window is None and call.band is None)):
-        return _decode(query, store, plan, call)
-    return _extend(query, key, value, store, plan, call)
+        return _decode(query, memory, plan, call)
+    return _extend(query, key, value, memory, plan, call)
 
 
 # -- one tile -----------------------------------------------------------------------------------------------------------
@@ -66,8 +66,12 @@ def _tile(
         causal: query i sees keys 0..i (q == n)
 
     Returns:
-        Output [b, heads, q, value_dim] in the query's dtype, log-sum-exp [b, heads, q] in float32.
+        Output [b, heads, q, value_dim] in the query's dtype or float32, log-sum-exp [b, heads, q] in float32.
     """
+    if query.dtype != torch.float32 and key.shape[2] <= LONG_RUN:
+        # Parts that are merged are rounded once more than a whole softmax would be; short ones are exact for little.
+        query = query.float()
+        mask = None if mask is None else mask.float()
     if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = key.to(query.dtype), value.to(query.dtype)
     if call.softcap is None and query.is_cpu and key.shape[3] == value.shape[3]:
@@ -136,12 +140,12 @@ class _Schedule:
     buffers: dict = field(default_factory=dict)
 
 
-def _decode(query: torch.Tensor, store: LayerStore, plan: GroupPlan, call: AttentionCall) -> torch.Tensor:
+def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> torch.Tensor:
     """One query a row; keys and values of this step are in the store already."""
     batch, num_heads, _, key_dim = query.shape
-    kv_heads = store.key_slots.shape[0]
+    kv_heads = memory.key_slots.shape[0]
     group = num_heads // kv_heads
-    value_dim = store.value_slots.shape[2]
+    value_dim = memory.value_slots.shape[2]
     key = ("decode", call.band, query.device, query.dtype)
     schedule = plan.scratch.get(key)
     if schedule is None:
@@ -150,9 +154,9 @@ def _decode(query: torch.Tensor, store: LayerStore, plan: GroupPlan, call: Atten
         plan.scratch["bytes"] = 4 * elements + schedule.gathered * kv_heads * (key_dim + value_dim) * (
             query.element_size()
         )
-    if schedule.whole and call.softcap is None and call.sinks is None and query.dtype == store.keys.dtype:
+    if schedule.whole and call.softcap is None and call.sinks is None and query.dtype == memory.keys.dtype:
         # One strided batch and nothing to merge: the very call the library makes, on blocks.
-        keys, values = _strided(schedule.pieces[0], len(schedule.pieces[0].rows), store)
+        keys, values = _strided(schedule.pieces[0], len(schedule.pieces[0].rows), memory)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, scale=call.scale, enable_gqa=group > 1
         )
@@ -163,10 +167,10 @@ def _decode(query: torch.Tensor, store: LayerStore, plan: GroupPlan, call: Atten
         return query.new_zeros(batch, 1, num_heads, value_dim)
 
     if schedule.whole:
-        out, lse = _run_piece(schedule.pieces[0], queries, store, call)
+        out, lse = _run_piece(schedule.pieces[0], queries, memory, call)
         if sinks is not None:
             out = _add_sinks(out, lse, sinks)
-        return out.reshape(batch, 1, num_heads, value_dim)
+        return out.to(query.dtype).reshape(batch, 1, num_heads, value_dim)
 
     buffers = schedule.buffers.get((kv_heads, group, value_dim))
     if buffers is None:
@@ -177,7 +181,7 @@ def _decode(query: torch.Tensor, store: LayerStore, plan: GroupPlan, call: Atten
         buffers = schedule.buffers[(kv_heads, group, value_dim)] = (outs, lses)
     outs, lses = buffers
     for piece in schedule.pieces:
-        out, lse = _run_piece(piece, queries, store, call)
+        out, lse = _run_piece(piece, queries, memory, call)
         if piece.shared:
             # [parts, kv_heads, rows * group, ·] -> [parts, rows, kv_heads, group, ·]
             shape = (piece.parts, kv_heads, len(piece.rows), group)
@@ -209,30 +213,30 @@ def _decode(query: torch.Tensor, store: LayerStore, plan: GroupPlan, call: Atten
 
 
 def _run_piece(
-    piece: _Piece, queries: torch.Tensor, store: LayerStore, call: AttentionCall
+    piece: _Piece, queries: torch.Tensor, memory: Memory, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one piece: [rows, kv_heads, group, dim], or [parts, kv_heads, rows * group, dim] where shared."""
-    kv_heads, _, key_dim = store.key_slots.shape
-    value_dim = store.value_slots.shape[2]
+    kv_heads, _, key_dim = memory.key_slots.shape
+    value_dim = memory.value_slots.shape[2]
     chosen = queries if piece.index is None else queries[piece.index]
     if piece.shared:
         chosen = chosen.transpose(0, 1).reshape(1, kv_heads, -1, key_dim).expand(piece.parts, -1, -1, -1)
     if piece.slots is not None:
-        keys, values = store.gather(piece.slots)
+        keys, values = memory.gather(piece.slots)
         count = 1 if piece.shared else len(piece.rows)
         keys = keys.view(kv_heads, count, -1, key_dim).transpose(0, 1)
         values = values.view(kv_heads, count, -1, value_dim).transpose(0, 1)
     else:
         count = piece.parts if piece.shared else len(piece.rows)
-        keys, values = _strided(piece, count, store)
+        keys, values = _strided(piece, count, memory)
     return _tile(chosen, keys, values, call, piece.mask)
 
 
-def _strided(piece: _Piece, count: int, store: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a strided piece, [count, kv_heads, tokens, dim], as views of the store."""
-    kv_heads, _, key_dim = store.key_slots.shape
-    value_dim = store.value_slots.shape[2]
-    slots = store.num_slots
+def _strided(piece: _Piece, count: int, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a strided piece, [count, kv_heads, tokens, dim], as views of the memory."""
+    kv_heads, _, key_dim = memory.key_slots.shape
+    value_dim = memory.value_slots.shape[2]
+    slots = memory.num_slots
     views = piece.views.get(slots)
     if views is None:  # the same for all layers of a model like the next
         views = piece.views[slots] = tuple(
@@ -245,8 +249,8 @@ def _strided(piece: _Piece, count: int, store: LayerStore) -> tuple[torch.Tensor
         )
     if views[0][0][1:] != (kv_heads, piece.tokens, key_dim) or views[1][0][3] != value_dim:
         piece.views.clear()
-        return _strided(piece, count, store)
-    return store.key_slots.as_strided(*views[0]), store.value_slots.as_strided(*views[1])
+        return _strided(piece, count, memory)
+    return memory.key_slots.as_strided(*views[0]), memory.value_slots.as_strided(*views[1])
 
 
 def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: torch.dtype) -> _Schedule:
@@ -261,12 +265,13 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
     used = [0] * plan.batch  # merge layers used per row
     gathered = 0
 
-    # Leading blocks that rows share.
-    by_first: dict[int, list[int]] = {}
+    # Leading blocks that rows share. Rows that share a long prefix share the block in which it becomes a long one.
+    by_block: dict[int, list[int]] = {}
+    place = (LONG_PREFIX - 1) // size
     for row in active:
-        if starts[row] == 0:
-            by_first.setdefault(tables[row].blocks[0], []).append(row)
-    for rows in by_first.values():
+        if starts[row] == 0 and len(tables[row].blocks) > place:
+            by_block.setdefault(tables[row].blocks[place], []).append(row)
+    for rows in by_block.values():
         if len(rows) < 2:
             continue
         common = min(tables[rows[0]].common_blocks(tables[row]) for row in rows[1:]) * size
@@ -396,14 +401,14 @@ def _extend(
     query: torch.Tensor,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
-    store: LayerStore,
+    memory: Memory,
     plan: GroupPlan,
     call: AttentionCall,
 ) -> torch.Tensor:
     """Several queries a row, with any past; or pads on the right or in the middle. Row by row."""
     batch, num_heads, q_len, key_dim = query.shape
-    kv_heads = store.key_slots.shape[0]
-    value_dim = store.value_slots.shape[2]
+    kv_heads = memory.key_slots.shape[0]
+    value_dim = memory.value_slots.shape[2]
     out = query.new_empty(batch, q_len, num_heads, value_dim)
     scratch = 0
     for row in range(batch):
@@ -417,7 +422,7 @@ def _extend(
         if not plan.suffix:
             begin = max(table.start, plan.visible_from(row, None)) if plan.window is not None else table.start
         if not plan.suffix or bounded:
-            _masked_row(query[row], store, plan, call, row, begin, out[row])
+            _masked_row(query[row], memory, plan, call, row, begin, out[row])
             scratch = max(scratch, past + new - begin)
             continue
         if new < q_len:
@@ -426,21 +431,21 @@ def _extend(
             continue
         tile = query[row, :, q_len - new :]
         if key is None or value is None:
-            own_keys, own_values = _stored(store, plan, row, past, past + new)
+            own_keys, own_values = _stored(memory, plan, row, past, past + new)
         else:
             own_keys, own_values = key[row, :, q_len - new :], value[row, :, q_len - new :]
         fresh = _causal_row(tile, own_keys, own_values, call)
         results = [fresh]
         if past > begin:
             packed = tile.reshape(1, kv_heads, -1, key_dim)  # group and queries are rows of one tile
-            runs = table.token_runs(begin, past, store.block_size)
+            runs = table.token_runs(begin, past, memory.block_size)
             if len(runs) > 4:
                 slots = torch.tensor(plan.token_slots(row, begin, past), device=query.device)
-                pairs = [store.gather(slots)]
+                pairs = [memory.gather(slots)]
                 scratch = max(scratch, past - begin)
             else:
                 pairs = [
-                    (store.key_slots[:, slot : slot + count], store.value_slots[:, slot : slot + count])
+                    (memory.key_slots[:, slot : slot + count], memory.value_slots[:, slot : slot + count])
                     for slot, count in runs
                 ]
             for keys, values in pairs:
@@ -455,13 +460,13 @@ def _extend(
     return out
 
 
-def _stored(store: LayerStore, plan: GroupPlan, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _stored(memory: Memory, plan: GroupPlan, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of positions `begin .. end` of a row, [num_kv_heads, n, dim]: a view if they lie in one run."""
-    runs = plan.tables.rows[row].token_runs(begin, end, store.block_size)
+    runs = plan.tables.rows[row].token_runs(begin, end, memory.block_size)
     if len(runs) == 1:
         slot, count = runs[0]
-        return store.key_slots[:, slot : slot + count], store.value_slots[:, slot : slot + count]
-    return store.gather(torch.tensor(plan.token_slots(row, begin, end), device=store.keys.device))
+        return memory.key_slots[:, slot : slot + count], memory.value_slots[:, slot : slot + count]
+    return memory.gather(torch.tensor(plan.token_slots(row, begin, end), device=memory.keys.device))
 
 
 def _merge(results: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -519,7 +524,7 @@ def _causal_row(
 
 def _masked_row(
     query: torch.Tensor,
-    store: LayerStore,
+    memory: Memory,
     plan: GroupPlan,
     call: AttentionCall,
     row: int,
@@ -534,12 +539,12 @@ def _masked_row(
         out: [q_len, num_heads, value_dim], filled
     """
     num_heads, q_len, _ = query.shape
-    kv_heads = store.key_slots.shape[0]
+    kv_heads = memory.key_slots.shape[0]
     end = plan.past[row] + plan.new[row]
     if end <= begin:
         out.zero_()
         return
-    keys, values = _stored(store, plan, row, begin, end)
+    keys, values = _stored(memory, plan, row, begin, end)
     shape = (kv_heads, num_heads // kv_heads)
     queries = query.unflatten(0, shape)
     keys, values = (tensor.unsqueeze(1).expand(-1, shape[1], -1, -1) for tensor in (keys, values))

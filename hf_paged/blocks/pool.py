@@ -99,7 +99,7 @@ class BlockPool:
         return self._references[block]
 
     def is_shared(self, block: int) -> bool:
-        return self._references[block] > 1
+        return self.reference_count(block) > 1
 
     # -- allocation -------------------------------------------------------------------------------------------------
 
@@ -180,8 +180,11 @@ class BlockPool:
             tail = len(self._free_map) - len(self._free_map.rstrip(b"\1"))
             lacking = length - tail
             within = self.max_blocks is None or self.num_blocks + lacking <= self.max_blocks
-            # Growing for the sake of adjacency alone is kept small.
-            if not within or (self.num_blocks and lacking > max(64, self.num_blocks // 8)):
+            # Growing for the sake of adjacency alone is kept small, by the call and in all: cached blocks are reused
+            # first, and no more than half the pool may lie idle for it.
+            idle = len(self._free) + lacking - length
+            small = lacking <= max(64, self.num_blocks // 8) and idle <= max(64, self.num_blocks // 2)
+            if not within or self._cached or (self.num_blocks and not small):
                 return 0
             start = len(self._free_map) - tail
             self.grow(lacking)
@@ -278,11 +281,17 @@ class BlockPool:
                     self._set_free(block)
 
     def forget(self, blocks: Iterable[int] | None = None) -> None:
-        """Make cached blocks (all of them by default) plain free blocks."""
-        for block in list(self._cached) if blocks is None else list(blocks):
+        """Make cached blocks (all of them by default) plain free blocks.
+
+        Raises:
+            ValueError: for a block that is not cached or is unknown; nothing is forgotten.
+        """
+        blocks = dict.fromkeys(self._cached if blocks is None else blocks)
+        for block in blocks:
             self._known(block)
             if block not in self._cached:
                 raise ValueError(f"block {block} is not cached")
+        for block in blocks:
             del self._cached[block]
             self._set_free(block)
 

@@ -270,9 +270,12 @@ class RowTables:
         table.length = length
 
     def drop_before(self, row: int, position: int) -> None:
-        """Give back the blocks of row `row` whose every position lies before `position`."""
+        """Give back the blocks of row `row` whose every position lies before `position`.
+
+        A partly filled last block stays: the next token goes there.
+        """
         table = self.rows[row]
-        count = min(max(position - table.start, 0) // self.block_size, len(table.blocks))
+        count = max(min(position, table.length) - table.start, 0) // self.block_size
         if count:
             self.pool.release(table.pop_front(count, self.block_size))
 
@@ -307,7 +310,7 @@ class RowTables:
         for row in self.rows:
             spelled = [first + offset for first, count in row.runs for offset in range(count)]
             assert spelled == row.blocks, f"runs {row.runs} do not spell {row.blocks}"
-            assert row.start % self.block_size == 0 and row.start <= row.length or not row.blocks
+            assert (row.start % self.block_size == 0 and row.start <= row.length) or not row.blocks
             assert len(row.blocks) == -(-row.length // self.block_size) - row.start // self.block_size, (
                 f"{len(row.blocks)} blocks for tokens {row.start}..{row.length}"
             )

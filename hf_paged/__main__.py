@@ -1,0 +1,5 @@
+"""`python -m hf_paged`."""
+
+from .cli import main
+
+raise SystemExit(main())

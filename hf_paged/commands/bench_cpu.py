@@ -1,0 +1,478 @@
+"""`python -m hf_paged bench cpu`: time and memory on the CPU against DynamicCache and StaticCache, on the real model.
+
+Baseline and ours alternate in one process; the table gives medians with quartiles. Key-value bytes are those of all store
+tensors, spare, null and cached blocks and gather buffers included. A ratio is baseline time / our time: above 1 is faster.
+"""
+
+import copy
+import gc
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import hf_paged
+
+from .. import attention, compat
+from ..cache import PagedCache
+from .measure import PeakMemory, UsageError, Watch, dense_bytes, megabytes, spread, versions
+from .prompts import long_prompt, ragged_prompts
+from .real_model import load_real_model
+
+Entry = dict[str, Any]
+NEW_TOKENS = 64
+RAGGED = [16, 40, 100, 180, 320, 600, 840, 1024]
+
+
+class _Bench:
+    """The loaded model and how often to repeat."""
+
+    def __init__(self, repeat: int):
+        self.repeat = repeat
+        self.model, self.tokenizer = load_real_model(progress=_say)
+
+    def prompt(self, tokens: int) -> dict[str, torch.Tensor]:
+        ids = long_prompt(self.tokenizer, tokens)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+# -- whole calls of generate() ------------------------------------------------------------------------------------------
+
+
+def _generate(bench: _Bench, name: str, inputs: dict[str, torch.Tensor], **options: Any) -> list[Entry]:
+    """Time generate() with both of the library's caches and with ours, in turn."""
+    model = bench.model
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, **options}
+    kinds: dict[str, dict[str, Any]] = {
+        "DynamicCache": {},
+        "StaticCache": {"cache_implementation": "static"},
+        "hf_paged": {},
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    ids: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
+    kv_bytes: dict[str, int] = dict.fromkeys(kinds, 0)
+    rss: dict[str, int | None] = dict.fromkeys(kinds)
+    extra: Entry = {}
+    for round_ in range(bench.repeat):
+        for kind, more in kinds.items():
+            if kind == "hf_paged":
+                hf_paged.patch(model)
+            gc.collect()
+            torch.manual_seed(0)
+            try:
+                with PeakMemory() as memory, Watch(model, NEW_TOKENS) as watch:
+                    start = time.perf_counter()
+                    ids[kind].append(model.generate(**inputs, **options, **more))
+                    times[kind].append(time.perf_counter() - start)
+                kv_bytes[kind] = watch.kv_bytes
+                if kind == "hf_paged":
+                    first, final, after = watch.first, watch.final, model.paged_stats()
+                    assert first is not None and final is not None
+                    kv_bytes[kind] = after.bytes_allocated + after.scratch_bytes
+                    extra = {
+                        "block_size": final.block_size,
+                        "prompt_blocks": first.used_blocks,
+                        "peak_used_blocks": after.peak_used_blocks,
+                        "slots_wasted": round(1 - final.utilization, 4),
+                        "fallbacks": after.fallbacks,
+                    }
+            finally:
+                hf_paged.unpatch(model)
+            rss[kind] = max(rss[kind] or 0, memory.peak) if memory.peak is not None else None
+        _say(f"{name} {round_ + 1}/{bench.repeat}: " + ", ".join(f"{k} {times[k][-1]:.2f} s" for k in kinds))
+    ours = ids["hf_paged"]
+    entries = []
+    for kind in ("DynamicCache", "StaticCache"):
+        same = all(
+            mine.shape == other.shape and bool((mine == other).all())
+            for mine, other in zip(ours, ids[kind], strict=True)
+        )
+        entries.append(
+            _entry(name, kind, times[kind], times["hf_paged"], same, kv_bytes[kind], kv_bytes["hf_paged"])
+            | extra
+            | {"baseline_peak_rss": rss[kind], "ours_peak_rss": rss["hf_paged"]}
+        )
+    return entries
+
+
+def _entry(
+    case: str,
+    baseline: str,
+    theirs: list[float],
+    ours: list[float],
+    identical: bool,
+    baseline_bytes: int | None,
+    our_bytes: int | None,
+) -> Entry:
+    their, their_low, their_high = spread(theirs)
+    our, our_low, our_high = spread(ours)
+    ratio, ratio_low, ratio_high = spread([a / b for a, b in zip(theirs, ours, strict=True)])
+    return {
+        "case": case,
+        "dtype": "float32",
+        "baseline": baseline,
+        "baseline_seconds": their,
+        "ours_seconds": our,
+        "ratio": their / our,
+        "identical": identical,
+        "baseline_kv_bytes": baseline_bytes,
+        "ours_kv_bytes": our_bytes,
+        "repetitions": len(ours),
+        "baseline_quartiles": [their_low, their_high],
+        "ours_quartiles": [our_low, our_high],
+        "pairwise_ratio": ratio,
+        "pairwise_ratio_quartiles": [ratio_low, ratio_high],
+    }
+
+
+def beams4(bench: _Bench) -> list[Entry]:
+    """4 beams, a prompt of 1,500 tokens, 64 new: generate() from end to end"""
+    return _generate(bench, "beams4", bench.prompt(1500), num_beams=4, do_sample=False)
+
+
+def samples8(bench: _Bench) -> list[Entry]:
+    """8 samples of a prompt of 1,500 tokens, 64 new: generate() from end to end"""
+    return _generate(bench, "samples8", bench.prompt(1500), num_return_sequences=8, do_sample=True, temperature=0.8)
+
+
+def ragged8(bench: _Bench) -> list[Entry]:
+    """a left-padded batch of 8, lengths 16 … 1,024, 64 new: generate() from end to end"""
+    ids, mask = ragged_prompts(bench.tokenizer, RAGGED)
+    return _generate(bench, "ragged8", {"input_ids": ids, "attention_mask": mask}, do_sample=False)
+
+
+def greedy100(bench: _Bench) -> list[Entry]:
+    """greedy, 1 row, a prompt of 100 tokens, 64 new: generate() from end to end"""
+    return _generate(bench, "greedy100", bench.prompt(100), do_sample=False)
+
+
+def greedy1500(bench: _Bench) -> list[Entry]:
+    """greedy, 1 row, a prompt of 1,500 tokens, 64 new: generate() from end to end"""
+    return _generate(bench, "greedy1500", bench.prompt(1500), do_sample=False)
+
+
+# -- decode steps -------------------------------------------------------------------------------------------------------
+
+
+def _filled(model: Any, cache: Any, rows: int, tokens: int) -> Any:
+    """Fill a cache with the same random keys and values, `tokens` per row."""
+    text = model.config
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, text.num_key_value_heads, tokens, text.head_dim)
+    for layer in range(text.num_hidden_layers):
+        cache.update(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator), layer)
+    if isinstance(cache, PagedCache):
+        for layer in cache.paged_layers:
+            layer.flush()
+    return cache
+
+
+def _paged(model: Any, rows: int, tokens: int, room: int) -> PagedCache:
+    """A filled `PagedCache`, told how many tokens are to come, as the patched generate() tells it."""
+    cache = PagedCache(model.config)
+    cache.state.expected_columns = tokens + room
+    return _filled(model, cache, rows, tokens)
+
+
+def _steps(
+    bench: _Bench, caches: dict[str, Any], rows: int, past: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[torch.Tensor]]]:
+    """Run decode steps with each cache in turn; the attention implementation follows the cache."""
+    model = bench.model
+    before = model.config._attn_implementation_internal
+    times: dict[str, list[float]] = {kind: [] for kind in caches}
+    logits: dict[str, list[torch.Tensor]] = {kind: [] for kind in caches}
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for step in range(steps):
+            ids = torch.randint(5, 1000, (rows, 1), generator=generator)
+            positions = torch.full((rows, 1), past + step)
+            for kind, cache in caches.items():
+                paged = isinstance(cache, PagedCache)
+                model.config._attn_implementation_internal = attention.NAME if paged else before
+                try:
+                    start = time.perf_counter()
+                    out = model(ids, position_ids=positions, use_cache=True, **{compat.CACHE_ARGUMENT: cache})
+                    times[kind].append(time.perf_counter() - start)
+                finally:
+                    model.config._attn_implementation_internal = before
+                logits[kind].append(out.logits[:, -1])
+    return times, logits
+
+
+def decode8x4k(bench: _Bench) -> list[Entry]:
+    """one decode step of 8 rows with 4,096 tokens each, nothing shared"""
+    rows, past, steps = 8, 4096, 4 + 4 * bench.repeat
+    model = bench.model
+    caches = {
+        "DynamicCache": _filled(model, transformers.DynamicCache(config=model.config), rows, past),
+        "StaticCache": _filled(
+            model, transformers.StaticCache(config=model.config, max_cache_len=past + steps), rows, past
+        ),
+        "hf_paged": _paged(model, rows, past, NEW_TOKENS),
+    }
+    times, logits = _steps(bench, caches, rows, past, steps)
+    paged = caches["hf_paged"].stats()
+    entries = []
+    for kind in ("DynamicCache", "StaticCache"):
+        same = all(
+            bool((mine.argmax(-1) == other.argmax(-1)).all())
+            for mine, other in zip(logits["hf_paged"], logits[kind], strict=True)
+        )
+        entries.append(
+            _entry(
+                "decode8x4k", kind, times[kind][4:], times["hf_paged"][4:], same, dense_bytes(caches[kind]),
+                paged.bytes_allocated + caches["hf_paged"].pool.scratch_bytes,
+            )
+            | {
+                "max_logit_difference": max(
+                    float((mine - other).abs().max())
+                    for mine, other in zip(logits["hf_paged"], logits[kind], strict=True)
+                )
+            }
+        )  # fmt: skip
+    return entries
+
+
+def floor(bench: _Bench) -> list[Entry]:
+    """one decode step with one token of context: the model without attention, for 1, 4 and 8 rows"""
+    entries = []
+    for rows in (1, 4, 8):
+        caches = {
+            "DynamicCache": _filled(bench.model, transformers.DynamicCache(config=bench.model.config), rows, 1),
+            "hf_paged": _paged(bench.model, rows, 1, NEW_TOKENS),
+        }
+        times, logits = _steps(bench, caches, rows, 1, 4 + 8 * bench.repeat)
+        same = all(bool((a.argmax(-1) == b.argmax(-1)).all()) for a, b in zip(*logits.values(), strict=True))
+        entries.append(
+            _entry(
+                f"floor{rows}", "DynamicCache", times["DynamicCache"][4:], times["hf_paged"][4:], same,
+                dense_bytes(caches["DynamicCache"]), caches["hf_paged"].stats().bytes_allocated,
+            )
+        )  # fmt: skip
+    return entries
+
+
+def beam_step(bench: _Bench) -> list[Entry]:
+    """the cache's work of one beam step, 4 beams with 4,096 tokens: reorder_cache against tables and copy-on-write"""
+    model, rows, past = bench.model, 4, 4096
+    dense = _filled(model, transformers.DynamicCache(config=model.config), rows, past)
+    cache = _paged(model, 1, past - 8, NEW_TOKENS)
+    cache.batch_repeat_interleave(rows)
+    text = model.config
+    generator = torch.Generator().manual_seed(0)
+    # What the keys of the first layer must be, kept the plain way beside it.
+    expected = cache.layers[0].keys
+
+    def append() -> None:
+        for layer in range(text.num_hidden_layers):
+            cache.update(token, token, layer)
+            cache.layers[layer].flush()
+
+    theirs, ours, plain = [], [], []
+    for _ in range(8 * bench.repeat):
+        beams = torch.randint(0, rows, (rows,), generator=generator)
+        token = torch.randn(rows, text.num_key_value_heads, 1, text.head_dim, generator=generator)
+        start = time.perf_counter()
+        dense.reorder_cache(beams)
+        theirs.append(time.perf_counter() - start)
+        # A step that follows a reorder copies the blocks the beams share and write to; one that does not is the
+        # cost of writing alone, to be taken off.
+        start = time.perf_counter()
+        cache.reorder_cache(beams)
+        append()
+        ours.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        append()
+        plain.append(time.perf_counter() - start)
+        cache.check()
+        expected = torch.cat([expected.index_select(0, beams), token, token], dim=2)
+    same = torch.equal(cache.layers[0].keys, expected)
+    writing = statistics.median(plain)
+    net = [max(seconds - writing, 1e-9) for seconds in ours]
+    return [
+        _entry("beam_step", "DynamicCache", theirs, net, same, dense_bytes(dense), cache.stats().bytes_allocated)
+        | {"seconds_with_writing_the_token": statistics.median(ours), "seconds_of_writing_alone": writing}
+    ]
+
+
+def overhead(bench: _Bench) -> list[Entry]:
+    """our own Python time per decode step, 30 layers, 8 rows, at contexts of 64, 1,024 and 4,096 tokens"""
+    # A cache of one head of one number: its tensor work is as good as none, so what is measured is everything else.
+    config = copy.deepcopy(bench.model.config)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 1, 1, 8
+    module = torch.nn.Module()
+    module.is_causal = True
+    entries = []
+    for past in (64, 1024, 4096):
+        cache = PagedCache(config)
+        cache.state.expected_columns = past + NEW_TOKENS
+        shape = (8, 1, past, 8)
+        for layer in range(config.num_hidden_layers):
+            cache.update(torch.randn(shape), torch.randn(shape), layer)
+            cache.layers[layer].flush()
+        token = torch.randn(8, 1, 1, 8)
+        whole, kernels, same = [], [], True
+        with torch.no_grad():
+            for _ in range(8 + 8 * bench.repeat):
+                start = time.perf_counter()
+                for layer in range(config.num_hidden_layers):
+                    keys, values = cache.update(token, token, layer)
+                    out, _ = attention.paged_attention_forward(module, token, keys, values, None, scaling=1.0)
+                whole.append(time.perf_counter() - start)
+                seconds, bare = _bare_kernels(cache, token)
+                kernels.append(seconds)
+                same = same and torch.allclose(out, bare.transpose(1, 2), atol=1e-5)
+        our = [a - b for a, b in zip(whole[8:], kernels[8:], strict=True)]
+        entries.append(
+            _entry(f"overhead{past}", "the bare tensor operations", kernels[8:], our, same, None, None)
+            | {"seconds_in_all": statistics.median(whole[8:])}
+        )
+    return entries
+
+
+def _bare_kernels(cache: PagedCache, token: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Seconds and last output of the tensor operations of the step just done, called on their own: two writes and one attention a layer.
+
+    They are repeated on the slots of that step, so the cache does not change.
+    """
+    step = cache.state.step
+    assert step is not None
+    plan = step.groups[0]
+    tables = plan.tables.rows
+    runs = [table.token_runs(0, table.length, cache.pool.config.block_size) for table in tables]
+    first, tokens = runs[0][0]
+    stride = runs[1][0][0] - first
+    start = time.perf_counter()
+    for layer in range(len(cache.layers)):
+        store = cache.pool.stores[layer]
+        _, targets = plan.rows_on(token.device, 1, store.memory.num_slots)
+        flat = token.reshape(-1, token.shape[3])
+        store.memory.key_rows.index_copy_(0, targets, flat)
+        store.memory.value_rows.index_copy_(0, targets, flat)
+        shape, strides = (len(tables), 1, tokens, 8), (stride * 8, store.memory.num_slots * 8, 8, 1)
+        keys = store.memory.key_slots.as_strided(shape, strides, first * 8)
+        values = store.memory.value_slots.as_strided(shape, strides, first * 8)
+        out = torch.nn.functional.scaled_dot_product_attention(token, keys, values, scale=1.0)
+    return time.perf_counter() - start, out
+
+
+def bfloat16(bench: _Bench) -> list[Entry]:
+    """bfloat16: mean distance of the logits to the float32 ones, ours and the unpatched model's, 4 samples of 5 prompts"""
+    model, text = bench.model, bench.model.config
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    before = half.config._attn_implementation_internal
+    prompts, _ = ragged_prompts(bench.tokenizer, [300] * 5)
+    distances: dict[str, list[float]] = {"DynamicCache": [], "hf_paged": []}
+    seconds: dict[str, list[float]] = {"DynamicCache": [], "hf_paged": []}
+    for prompt in prompts.split(1):
+        length = prompt.shape[1]
+        torch.manual_seed(0)
+        ids = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=True,
+            num_return_sequences=4,
+        )
+        with torch.no_grad():
+            exact = model(ids).logits[:, length - 1 : -1]
+            for kind in distances:
+                paged = kind == "hf_paged"
+                cache = PagedCache(text) if paged else transformers.DynamicCache(config=text)
+                half.config._attn_implementation_internal = attention.NAME if paged else before
+                start = time.perf_counter()
+                first = half(prompt, use_cache=True, **{compat.CACHE_ARGUMENT: cache}).logits[:, -1:]
+                cache.batch_repeat_interleave(len(ids))
+                logits = [first.expand(len(ids), -1, -1)]
+                for column in range(length, ids.shape[1] - 1):
+                    out = half(ids[:, column : column + 1], use_cache=True, **{compat.CACHE_ARGUMENT: cache})
+                    logits.append(out.logits)
+                seconds[kind].append(time.perf_counter() - start)
+                half.config._attn_implementation_internal = before
+                distances[kind].append(float((torch.cat(logits, 1).float() - exact).abs().mean()))
+    ours, theirs = (statistics.mean(distances[kind]) for kind in ("hf_paged", "DynamicCache"))
+    entry = _entry(
+        "bfloat16", "DynamicCache", seconds["DynamicCache"], seconds["hf_paged"], ours <= 1.05 * theirs, None, None
+    )
+    # Ids in 16 bits differ by rounding; "identical" stands for: no further from float32 than 1.05 times the baseline.
+    entry |= {
+        "dtype": "bfloat16",
+        "baseline_distance": theirs,
+        "ours_distance": ours,
+        "distance_ratio": ours / theirs,
+    }
+    return [entry]
+
+
+CASES: dict[str, Callable[[_Bench], list[Entry]]] = {
+    case.__name__: case
+    for case in (
+        beams4, samples8, decode8x4k, greedy100, greedy1500, ragged8, beam_step, overhead, floor, bfloat16,
+    )
+}  # fmt: skip
+
+
+def _line(entry: Entry) -> str:
+    low, high = entry["pairwise_ratio_quartiles"]
+    text = (
+        f"{entry['case']:<13} {entry['baseline']:<13} {_seconds(entry['baseline_seconds']):>10} "
+        f"{_seconds(entry['ours_seconds']):>10}  {entry['ratio']:7.2f}x  [{low:.2f}, {high:.2f}]  "
+        f"{'yes' if entry['identical'] else 'NO':<4}"
+    )
+    if entry["baseline_kv_bytes"]:
+        share = entry["ours_kv_bytes"] / entry["baseline_kv_bytes"]
+        text += f" {megabytes(entry['ours_kv_bytes'])} of {megabytes(entry['baseline_kv_bytes'])} ({share:.3f})"
+    if "slots_wasted" in entry:
+        text += f", {100 * entry['slots_wasted']:.1f} % of slots empty"
+    if entry.get("ours_peak_rss"):
+        text += f", peak RSS {entry['ours_peak_rss'] / 1e9:.2f} of {entry['baseline_peak_rss'] / 1e9:.2f} GB"
+    if "distance_ratio" in entry:
+        text += f" distance to float32 logits {entry['ours_distance']:.4f} of {entry['baseline_distance']:.4f}"
+    return text
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+
+
+def run(cases: list[str] | None = None, json_file: str | None = None, repeat: int = 5) -> int:
+    """Run the cases, print a table, write the JSON. Returns 0 if all outputs were identical, else 1.
+
+    Raises:
+        UsageError: for a case that does not exist, or a number of repetitions below 1.
+    """
+    if unknown := sorted(set(cases or []) - set(CASES)):
+        raise UsageError(f"no case named {', '.join(unknown)}; there are {', '.join(CASES)}")
+    if repeat < 1:
+        raise UsageError(f"--repeat must be at least 1, got {repeat}")
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore", FutureWarning)
+    facts = versions()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    bench = _Bench(repeat)
+    results: list[Entry] = []
+    for name in cases or CASES:
+        print(f"{name}: {(CASES[name].__doc__ or '').splitlines()[0]}", flush=True)
+        results.extend(CASES[name](bench))
+        gc.collect()
+        if json_file is not None:  # after every case, so that an interruption loses one case and not all
+            target = Path(json_file)
+            partial = target.with_name(target.name + ".partial")
+            partial.write_text(json.dumps({"versions": facts, "cases": results}, indent=1) + "\n")
+            partial.replace(target)
+    print("\ncase          baseline       baseline       ours    ratio   quartiles     same  key-value bytes")
+    for entry in results:
+        print(_line(entry))
+    return 0 if all(entry["identical"] for entry in results) else 1

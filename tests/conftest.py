@@ -1,0 +1,22 @@
+"""Shared settings of the tests: one thread, no chatter, and the thresholds of the backend made small on demand."""
+
+import pytest
+import torch
+import transformers
+
+from hf_paged.backends import torch_strided
+
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Tiny models are faster on one thread, and sums come out in the same order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Let a few tokens count as a long run and a long shared prefix, so that tiny prompts reach every kind of piece."""
+    monkeypatch.setattr(torch_strided, "LONG_RUN", 4)
+    monkeypatch.setattr(torch_strided, "LONG_PREFIX", 2)

@@ -1,7 +1,7 @@
 """hf_paged: a paged key-value cache for Hugging Face Transformers.
 
-`hf_paged.patch(model)` makes `model.generate()` keep its keys and values in a shared pool of fixed-size blocks and puts out
-the tokens it put out before.
+`hf_paged.patch(model)` makes `model.generate()` keep its keys and values in a shared pool of fixed-size blocks and
+puts out the tokens it put out before.
 """
 
 from . import attention as _attention

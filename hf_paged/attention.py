@@ -48,6 +48,7 @@ def paged_attention_forward(
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
         reason = _why_dense(module, query, key, attention_mask, dropout, kwargs)
         if reason is None:
+            assert attention_mask is None or isinstance(attention_mask, LazyMask)
             out = _attend(module, query, key, attention_mask, scaling, kwargs)
             if out is not None:
                 return out, None
@@ -90,7 +91,7 @@ def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: LazyKV,
-    mask: torch.Tensor | None,
+    mask: LazyMask | None,
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
@@ -99,7 +100,7 @@ def _attend(
     band = padding = None
     if mask is not None:
         band, padding = mask.window, mask.padding
-    fresh = layer._pending
+    fresh: Any = layer._pending
     committed = layer.commit(padding)
     if committed is None:
         # Another layer reads the keys and values that this layer wrote in the same forward (KV sharing).
@@ -123,13 +124,14 @@ def _attend(
         if before == "eager" or (softcap is not None and before != "sdpa"):
             # A query that sees no key, such as a pad further than the window behind the last token, gets the mean of
             # all values from an eager function, pads included. All of them are here, and only here.
-            return dense_attention(module, query, *fresh, mask, 0.0, scaling, **kwargs)[0]
+            return dense_attention(module, query, fresh[0], fresh[1], mask, 0.0, scaling, **kwargs)[0]
     if q_len > 1 and plan.first_column == 0 and plan.suffix and softcap is None and sinks is None:
         # The very first tokens, no pads: the new keys are all there is.
+        new_key, new_value = fresh
         bounded = band is not None and q_len > band
-        if not bounded and fresh[0] is not None and fresh[0].shape[3] == fresh[1].shape[3]:
-            if all(new == q_len for new in plan.new):
-                return _plain_causal(query, *fresh, scaling)
+        plain = not bounded and new_key is not None and new_key.shape[3] == new_value.shape[3]
+        if plain and all(new == q_len for new in plan.new):
+            return _plain_causal(query, new_key, new_value, scaling)
     pool = layer.state.pool
     out = pool.backend(query, *fresh, layer.memory, plan, AttentionCall(scaling, band, softcap, sinks))
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
@@ -159,8 +161,8 @@ def dense_attention(
     """Attention over plain tensors, by the function the model used before it was patched.
 
     That is the library's SDPA function or the model's own eager one. A model loaded with
-    `attn_implementation="hf_paged"` has no before: it gets SDPA, or its eager function where SDPA would drop a softcap or
-    sinks. Causality aligns lower-right: the last query sees every key.
+    `attn_implementation="hf_paged"` has no before: it gets SDPA, or its eager function where SDPA would drop a softcap
+    or sinks. Causality aligns lower-right: the last query sees every key.
     """
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.materialize("dense attention")
@@ -177,7 +179,8 @@ def dense_attention(
         eager = compat.eager_attention_of(module)
         if eager is None and unusual:
             raise NotImplementedError(
-                f"{type(module).__name__} asks for softcap or sinks and brings no eager attention function to compute them"
+                f"{type(module).__name__} asks for softcap or sinks and brings no eager attention function to "
+                "compute them"
             )
     q_len, kv_len = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
@@ -198,7 +201,8 @@ def dense_attention(
     return eager(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-# What each patched model's attention implementation was before, by the identity of its config (configs are not hashable).
+# What each patched model's attention implementation was before, by the identity of its config (configs are not
+# hashable).
 _before: dict[int, tuple[weakref.ref, str | None]] = {}
 
 
@@ -261,9 +265,13 @@ def paged_mask(
     pattern, window = compat.mask_pattern(mask_function)
     if pattern == "other" or not allow_is_causal_skip or use_vmap:
         return compat.sdpa_mask(**arguments)
-    if attention_mask is not None and attention_mask.device.type == "cpu":  # elsewhere a look costs a synchronisation
-        if attention_mask.shape[1] == kv_length + kv_offset and bool(attention_mask.all()):
-            attention_mask = None
+    if (
+        attention_mask is not None
+        and attention_mask.device.type == "cpu"  # elsewhere a look costs a synchronisation
+        and attention_mask.shape[1] == kv_length + kv_offset
+        and bool(attention_mask.all())
+    ):
+        attention_mask = None
     dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     if attention_mask is None and dynamic and window is None and (q_length == 1 or q_length == kv_length):
         return None

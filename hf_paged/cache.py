@@ -108,8 +108,8 @@ class PagedLayer(compat.CacheLayerMixin):
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
-                "PagedCache stores keys and values outside the autograd graph, but these need gradients. Run generation "
-                "under torch.no_grad(), or train with use_cache=False or a DynamicCache."
+                "PagedCache stores keys and values outside the autograd graph, but these need gradients. Run "
+                "generation under torch.no_grad(), or train with use_cache=False or a DynamicCache."
             )
         if key_states.ndim != 4 or key_states.shape[:3] != value_states.shape[:3]:
             raise ValueError(
@@ -164,7 +164,7 @@ class PagedLayer(compat.CacheLayerMixin):
         return plan, step.hides
 
     def _begin(self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | UnknownPadding | None) -> StepPlan:
-        """Plan this forward: this layer is the first to write in it. Afterwards it is as before `update` if that fails."""
+        """Plan this forward: this layer is the first to write in it. If that fails, all is as before `update`."""
         before = self.columns - key.shape[2]
         try:
             if before != self.state.columns:
@@ -187,7 +187,8 @@ class PagedLayer(compat.CacheLayerMixin):
         """Dense keys (0) or values (1) of step `step`, [batch, heads, visible tokens, dim], contiguous."""
         if step != self.steps:
             raise RuntimeError(
-                "these keys or values belong to an earlier step of the cache; read or clone() them before its next update"
+                "these keys or values belong to an earlier step of the cache; read or clone() them before its "
+                "next update"
             )
         q_len = self._pending[0].shape[2] if self._pending is not None else None
         self.commit(UNKNOWN_PADDING)
@@ -264,8 +265,8 @@ class PagedCache(compat.DynamicCache):
     def __init__(self, config: Any, paged_config: PagedConfig | None = None, pool: KVPool | None = None):
         if not isinstance(config, compat.PreTrainedConfig):
             raise TypeError(
-                f"PagedCache needs the model's config, PagedCache(model.config), got {type(config).__name__}. It cannot be "
-                "filled from tensors; run a forward, or use DynamicCache for that."
+                f"PagedCache needs the model's config, PagedCache(model.config), got {type(config).__name__}. It "
+                "cannot be filled from tensors; run a forward, or use DynamicCache for that."
             )
         if pool is None:
             pool = KVPool(config, paged_config)
@@ -279,7 +280,9 @@ class PagedCache(compat.DynamicCache):
         self.state = state
         if layers is None:
             layers = [
-                PagedLayer(state, index) if index in state.pool.group_of else compat.library_layer(layer_type, arguments)
+                PagedLayer(state, index)
+                if index in state.pool.group_of
+                else compat.library_layer(layer_type, arguments)
                 for index, (layer_type, arguments) in enumerate(state.pool.layer_types)
             ]
         compat.Cache.__init__(self, layers=layers)
@@ -340,7 +343,7 @@ class PagedCache(compat.DynamicCache):
             layer.forget_step()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype and device). Tables only, nothing is copied."""
+        """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change."""
         self._settle()
         self.state.select(beam_idx.tolist())
         for layer in self.other_layers:
@@ -422,6 +425,6 @@ class PagedCache(compat.DynamicCache):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a PagedCache cannot be pickled: its blocks belong to a pool. Use copy.deepcopy(cache) to fork it, or save the "
-            "dense tensors of [(layer.keys, layer.values) for layer in cache.layers]."
+            "a PagedCache cannot be pickled: its blocks belong to a pool. Use copy.deepcopy(cache) to fork it, "
+            "or save the dense tensors of [(layer.keys, layer.values) for layer in cache.layers]."
         )

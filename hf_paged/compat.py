@@ -1,7 +1,7 @@
 """The one place that knows which Transformers version is installed.
 
-Supported: 5.17 to 5.24 and what stays compatible. Everything here was read from the installed source; the differences are
-named beside each function.
+Supported: 5.17 to 5.24 and what stays compatible. Everything here was read from the installed source; the differences
+are named beside each function.
 """
 
 import functools

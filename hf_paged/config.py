@@ -19,7 +19,8 @@ class PagedConfig:
         memory_budget: bytes that the keys and values of a pool may take, as an int, a string such as "2GiB" or "500MB",
             or a float in (0, 1]: that fraction of the device memory free when the first token is stored. The pool then
             has a fixed size. Not together with `num_blocks`.
-        kv_dtype: dtype of stored keys and values: "auto" (each as the model makes it), "float32", "float16", "bfloat16".
+        kv_dtype: dtype of stored keys and values: "auto" (each as the model makes it), "float32", "float16",
+            "bfloat16".
         prefix_caching: reserved for reuse of prompts across calls; this version shares a prompt within one call only.
         backend: what attends over the blocks: "auto", "torch" (strided views and PyTorch's fused attention) or
             "reference" (naive, float32, slow: for comparisons).

@@ -1,8 +1,8 @@
 """Tensors that are not there yet: keys and values in blocks, and masks that are plain enough to need no memory.
 
 Both are wrapper subclasses of `torch.Tensor` with the logical shape. Our attention function recognises them and never
-makes them dense. Any other operation on one makes it dense first, through `__torch_dispatch__`: a model that does its own
-attention gets the right answer and only loses the speed.
+makes them dense. Any other operation on one makes it dense first, through `__torch_dispatch__`: a model that does its
+own attention gets the right answer and only loses the speed.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,16 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 class LazyTensor(torch.Tensor):
     """Base of the two: `materialize()` gives the dense tensor, once."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _dense: torch.Tensor | None = None
 
     def materialize(self, reason: str) -> torch.Tensor:
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default and isinstance(args[0], LazyTensor):
             return args[0]
         name = func.name() if hasattr(func, "name") else str(func)
@@ -42,24 +44,24 @@ class LazyKV(LazyTensor):
 
     Attributes:
         layer: the `PagedLayer` it came from.
-        index: 0 for keys, 1 for values.
+        which: 0 for keys, 1 for values.
         step: the layer's step count when it was made.
     """
 
     layer: Any
-    index: int
+    which: int
     step: int
 
     @staticmethod
-    def make(layer: Any, index: int, step: int, shape: tuple, like: torch.Tensor) -> "LazyKV":
+    def make(layer: Any, which: int, step: int, shape: tuple, like: torch.Tensor) -> "LazyKV":
         """One for `layer`; dtype and device as `like`. (No `__init__`: two are made per layer and step.)"""
         self = _make_wrapper(LazyKV, shape, dtype=like.dtype, device=like.device)
-        self.layer, self.index, self.step = layer, index, step
+        self.layer, self.which, self.step = layer, which, step
         return self
 
     def materialize(self, reason: str) -> torch.Tensor:
         if self._dense is None:
-            self._dense = self.layer.dense(self.index, self.step, reason)
+            self._dense = self.layer.dense(self.which, self.step, reason)
         return self._dense
 
 

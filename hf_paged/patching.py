@@ -1,7 +1,7 @@
 """`patch`, `unpatch`, `patched`: paged `generate()` for one model instance.
 
-Nothing of `generate` is copied. Functions of this module are bound to the instance over the methods that `generate` calls
-through `self`, so that a deep-copied model is patched for itself:
+Nothing of `generate` is copied. Functions of this module are bound to the instance over the methods that `generate`
+calls through `self`, so that a deep-copied model is patched for itself:
 
 - `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
 - `_prefill` computes a prompt once for all its beams or samples, then forks its rows;
@@ -9,7 +9,7 @@ through `self`, so that a deep-copied model is patched for itself:
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
@@ -173,7 +173,8 @@ def _refuse(model: PreTrainedModel) -> None:
             types = [layer_type for layer_type, _ in compat.reads_layer_types(model.config)]
         except Exception as error:
             raise ValueError(
-                f"hf_paged cannot patch {type(model).__name__}: its config does not say what its cache layers are ({error})"
+                f"hf_paged cannot patch {type(model).__name__}: its config does not say what its cache layers are "
+                f"({error})"
             ) from error
         sparse = sorted(set(types) & set(_REFUSED_LAYERS))
         if sparse:
@@ -206,7 +207,7 @@ def _implementation(model: PreTrainedModel) -> str | dict[str, str]:
     return {name: attention.NAME for name in names} or attention.NAME
 
 
-# -- what generate() calls ----------------------------------------------------------------------------------------------
+# -- what generate() calls --------------------------------------------------------------------------------------------
 
 
 class _Call:
@@ -316,12 +317,16 @@ def _prefill(
     if copies > 1 and state.config.prompt_once:
         reason = _why_not_once(self, input_ids, generation_config, model_kwargs, copies, cache)
         if reason is not None:
-            state.pool.count_fallback(f"the prompt is computed once per beam or sample: {reason}", cache.state.fallbacks)
+            state.pool.count_fallback(
+                f"the prompt is computed once per beam or sample: {reason}", cache.state.fallbacks
+            )
     if copies == 1 or not state.config.prompt_once or reason is not None:
         outputs = library(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     else:
         distinct = {
-            name: entry[::copies] if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows else entry
+            name: entry[::copies]
+            if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows
+            else entry
             for name, entry in model_kwargs.items()
         }
         outputs = library(self, input_ids[::copies], generation_config, distinct, *args, **kwargs)
@@ -384,7 +389,8 @@ class _WatchedCriteria(StoppingCriteriaList):
 def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
     criteria = type(self)._get_stopping_criteria(self, generation_config, *args, **kwargs)
     call: _Call | None = getattr(generation_config, "_hf_paged_call", None)
-    # Only where a stopped row's next tokens are pads whatever the model says: greedy or sampling, with an EOS criterion.
+    # Only where a stopped row's next tokens are pads whatever the model says: greedy or sampling, with an EOS
+    # criterion.
     if (
         call is not None
         and call.owned
@@ -404,7 +410,7 @@ def _paged_stats(self: Any) -> PagedStats:
     return _state_of(self).pool.stats()
 
 
-_METHODS = {
+_METHODS: dict[str, Callable[..., Any]] = {
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
     "_prefill": _prefill,
     "_get_stopping_criteria": _get_stopping_criteria,

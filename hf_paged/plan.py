@@ -1,7 +1,8 @@
 """What one forward writes and reads, worked out once and shared by all layers of a group.
 
 Rows are ragged inside: outside, the library sees `[batch, columns]` with pads; inside, a row holds its own tokens from
-position 0. A plan says, per row, how many tokens were there before, which columns of this forward are stored, and where.
+position 0. A plan says, per row, how many tokens were there before, which columns of this forward are stored, and
+where.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,8 +56,8 @@ class GroupPlan:
     def visible_from(self, row: int, band: int | None = None) -> int:
         """First position that the first query of a row may see.
 
-        A windowed layer exposes `window - 1` tokens before the forward, whatever the mask says; a sliding mask of `band`
-        tokens bounds each query besides.
+        A windowed layer exposes `window - 1` tokens before the forward, whatever the mask says; a sliding mask of
+        `band` tokens bounds each query besides.
         """
         start = 0
         for width in (self.window, band):
@@ -116,8 +117,8 @@ class GroupPlan:
     def rows_on(self, device: torch.device, heads: int, num_slots: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """`(sources, targets)` of the tokens to write, [n * heads] int64 each.
 
-        A source is an index into `[batch * heads * q_len]`, a target into `[heads * num_slots]`; a source of None stands
-        for all in order.
+        A source is an index into `[batch * heads * q_len]`, a target into `[heads * num_slots]`; a source of None
+        stands for all in order.
         """
         key = ("rows", device, heads, num_slots)
         if key not in self.scratch:

@@ -155,8 +155,8 @@ class KVPool:
         if store.signature != (signature := LayerStore.signature_of(key, value)):
             raise ValueError(
                 f"layer {layer} of this pool stores (kv heads, key dim, value dim, key dtype, value dtype, device) = "
-                f"{store.signature}, but got {signature}. Caches of unlike models, dtypes or devices need pools of their "
-                "own: give each its own KVPool. After model.to(...), drop the caches that were filled before."
+                f"{store.signature}, but got {signature}. Caches of unlike models, dtypes or devices need pools "
+                "of their own: give each its own KVPool. After model.to(...), drop the caches that were filled before."
             )
         return store
 
@@ -182,9 +182,9 @@ class KVPool:
             count = budget // (block * layers) - 1
             if count < 1:
                 raise ValueError(
-                    f"memory_budget of {budget} bytes holds no block: one block of {self.config.block_size} tokens takes "
-                    f"{block * layers} bytes in {layers} layers, and each layer keeps one reserved block besides. "
-                    "Raise memory_budget or lower block_size."
+                    f"memory_budget of {budget} bytes holds no block: one block of {self.config.block_size} "
+                    f"tokens takes {block * layers} bytes in {layers} layers, and each layer keeps one reserved "
+                    "block besides. Raise memory_budget or lower block_size."
                 )
             for group in self.groups:
                 group.blocks.max_blocks = count

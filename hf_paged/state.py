@@ -87,8 +87,9 @@ class CacheState:
         batch, _, q_len, _ = key.shape
         if self.rows is not None and batch != self.rows:
             raise ValueError(
-                f"the cache holds {self.rows} rows, but this forward has {batch}. Before generating with several beams or "
-                "samples from a filled cache, call cache.batch_repeat_interleave(n); for other rows use a new PagedCache."
+                f"the cache holds {self.rows} rows, but this forward has {batch}. Before generating with several "
+                "beams or samples from a filled cache, call cache.batch_repeat_interleave(n); for other rows use "
+                "a new PagedCache."
             )
         new_real, hides = self._read_padding(padding, batch, q_len)
         with self.pool.locked():
@@ -126,8 +127,9 @@ class CacheState:
         if padding is None:
             if self.real is not None:
                 raise ValueError(
-                    "the cache was filled with an attention_mask that has pads, but this forward came without one, so the "
-                    "pads would count as tokens. Pass the full attention_mask, one column for every token so far."
+                    "the cache was filled with an attention_mask that has pads, but this forward came without "
+                    "one, so the pads would count as tokens. Pass the full attention_mask, one column for every "
+                    "token so far."
                 )
             return None, False
         padding = padding.detach().to("cpu", torch.bool)

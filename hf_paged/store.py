@@ -18,13 +18,13 @@ import torch
 class Memory:
     """The tensors of a store as they lie at one moment.
 
-    A growing store moves to new memory; who attends goes on reading the one it wrote to, whole and consistent, also while
-    another thread makes the store grow.
+    A growing store moves to new memory; who attends goes on reading the one it wrote to, whole and consistent, also
+    while another thread makes the store grow.
 
     Attributes:
         keys, values: [num_kv_heads, 1 + num_blocks, block_size, dim]
         key_slots, value_slots: the same seen as [num_kv_heads, num_slots, dim].
-        key_rows, value_rows: the same with heads and slots in one dim: row `head * num_slots + slot`. Rows of it are the
+        key_rows, value_rows: the same with heads and slots in one dim: row `head * num_slots + slot`. They are the
             fastest to write.
     """
 

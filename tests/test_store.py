@@ -67,7 +67,9 @@ def test_slot_zero_gathers_zeros():
     keys, values = store.memory.gather(torch.tensor([0, 9, 0]))
     assert keys.shape == (HEADS, 3, 16) and values.shape == (HEADS, 3, 8)
     assert not keys[:, [0, 2]].any() and not values[:, [0, 2]].any()
-    assert torch.equal(keys[:, 1], store.memory.keys[:, 2, 1]) and torch.equal(values[:, 1], store.memory.values[:, 2, 1])
+    assert torch.equal(keys[:, 1], store.memory.keys[:, 2, 1]) and torch.equal(
+        values[:, 1], store.memory.values[:, 2, 1]
+    )
 
 
 def test_a_slot_is_block_times_size_plus_offset_in_every_view():
@@ -81,7 +83,9 @@ def test_a_slot_is_block_times_size_plus_offset_in_every_view():
             assert torch.equal(store.memory.value_slots[:, slot], store.memory.values[:, block, offset])
             for head in range(HEADS):
                 assert torch.equal(rows[head * slots + slot], store.memory.keys[head, block, offset])
-                assert torch.equal(store.memory.value_rows[head * slots + slot], store.memory.values[head, block, offset])
+                assert torch.equal(
+                    store.memory.value_rows[head * slots + slot], store.memory.values[head, block, offset]
+                )
 
 
 def test_the_views_are_of_the_memory_the_store_has_now():
@@ -143,7 +147,10 @@ def test_the_largest_offset_is_the_last_element_of_the_larger_tensor():
     store = a_store(block_size=4, key_dim=8, value_dim=24, num_blocks=6)
     assert store.largest_offset == HEADS * 7 * 4 * 24 - 1
     head, slot, dim = HEADS - 1, store.memory.num_slots - 1, 23
-    assert head * store.memory.value_slots.stride(0) + slot * store.memory.value_slots.stride(1) + dim == store.largest_offset
+    assert (
+        head * store.memory.value_slots.stride(0) + slot * store.memory.value_slots.stride(1) + dim
+        == store.largest_offset
+    )
 
 
 def test_offsets_beyond_32_bits_are_counted_in_full():

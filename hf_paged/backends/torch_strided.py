@@ -1,7 +1,7 @@
 """The PyTorch backend: attends to blocks where they lie, as strided views, and gathers only what is scattered.
 
-A run of adjacent blocks of the head-major store is one strided view per head, so PyTorch's fused attention reads it without
-a copy. A decode step is cut into *pieces*:
+A run of adjacent blocks of the head-major store is one strided view per head, so PyTorch's fused attention reads it
+without a copy. A decode step is cut into *pieces*:
 
 - **shared**: leading blocks that several rows share are read once, their queries packed into one tile (cascade
   attention, as in FlashInfer);
@@ -9,8 +9,8 @@ a copy. A decode step is cut into *pieces*:
 - **single**: a long run of one row;
 - **gathered**: what is left, mostly the last few blocks of each row, padded with the null block.
 
-Each piece gives its output and the log-sum-exp of its scores; pieces are merged by log-sum-exp in float32. GQA is computed
-packed: the query heads of a group are rows of one tile.
+Each piece gives its output and the log-sum-exp of its scores; pieces are merged by log-sum-exp in float32. GQA is
+computed packed: the query heads of a group are rows of one tile.
 """
 
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ def attend(
     return _extend(query, key, value, memory, plan, call)
 
 
-# -- one tile -----------------------------------------------------------------------------------------------------------
+# -- one tile ---------------------------------------------------------------------------------------------------------
 
 
 def _tile(
@@ -100,7 +100,7 @@ def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None)
     return out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1).to(out.dtype)
 
 
-# -- decode: one query a row --------------------------------------------------------------------------------------------
+# -- decode: one query a row ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -314,9 +314,7 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
         if batched is None or (batched[2] < LONG_RUN and any(len(runs) > 1 for runs in spans.values())):
             break
         rows = list(spans)
-        pieces.append(
-            _Piece(rows, _layer_for(used, rows), False, 1, *batched, index=_index(rows, plan.batch, device))
-        )
+        pieces.append(_Piece(rows, _layer_for(used, rows), False, 1, *batched, index=_index(rows, plan.batch, device)))
         spans = {row: runs[1:] for row, runs in spans.items() if len(runs) > 1}
         if len(spans) not in (0, len(rows)):
             break
@@ -394,7 +392,7 @@ def _uniform(spans: list[list[tuple[int, int]]]) -> tuple[int, int, int] | None:
     return first, stride, tokens
 
 
-# -- prefill and everything else ----------------------------------------------------------------------------------------
+# -- prefill and everything else --------------------------------------------------------------------------------------
 
 
 def _extend(

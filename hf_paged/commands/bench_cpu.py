@@ -1,7 +1,8 @@
 """`python -m hf_paged bench cpu`: time and memory on the CPU against DynamicCache and StaticCache, on the real model.
 
-Baseline and ours alternate in one process; the table gives medians with quartiles. Key-value bytes are those of all store
-tensors, spare, null and cached blocks and gather buffers included. A ratio is baseline time / our time: above 1 is faster.
+Baseline and ours alternate in one process; the table gives medians with quartiles. Key-value bytes are those of all
+store tensors, spare, null and cached blocks and gather buffers included. A ratio is baseline time / our time: above 1
+is faster.
 """
 
 import copy
@@ -46,7 +47,7 @@ def _say(text: str) -> None:
     print(f"  {text}", flush=True)
 
 
-# -- whole calls of generate() ------------------------------------------------------------------------------------------
+# -- whole calls of generate() ----------------------------------------------------------------------------------------
 
 
 def _generate(bench: _Bench, name: str, inputs: dict[str, torch.Tensor], **options: Any) -> list[Entry]:
@@ -161,7 +162,7 @@ def greedy1500(bench: _Bench) -> list[Entry]:
     return _generate(bench, "greedy1500", bench.prompt(1500), do_sample=False)
 
 
-# -- decode steps -------------------------------------------------------------------------------------------------------
+# -- decode steps -----------------------------------------------------------------------------------------------------
 
 
 def _filled(model: Any, cache: Any, rows: int, tokens: int) -> Any:
@@ -306,13 +307,18 @@ def beam_step(bench: _Bench) -> list[Entry]:
     ]
 
 
+class _Causal(torch.nn.Module):
+    """Stands for an attention module."""
+
+    is_causal = True
+
+
 def overhead(bench: _Bench) -> list[Entry]:
     """our own Python time per decode step, 30 layers, 8 rows, at contexts of 64, 1,024 and 4,096 tokens"""
     # A cache of one head of one number: its tensor work is as good as none, so what is measured is everything else.
     config = copy.deepcopy(bench.model.config)
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 1, 1, 8
-    module = torch.nn.Module()
-    module.is_causal = True
+    module = _Causal()
     entries = []
     for past in (64, 1024, 4096):
         cache = PagedCache(config)
@@ -342,7 +348,7 @@ def overhead(bench: _Bench) -> list[Entry]:
 
 
 def _bare_kernels(cache: PagedCache, token: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Seconds and last output of the tensor operations of the step just done, called on their own: two writes and one attention a layer.
+    """Seconds and last output of the bare tensor operations of the step just done: two writes, one attention a layer.
 
     They are repeated on the slots of that step, so the cache does not change.
     """
@@ -368,7 +374,7 @@ def _bare_kernels(cache: PagedCache, token: torch.Tensor) -> tuple[float, torch.
 
 
 def bfloat16(bench: _Bench) -> list[Entry]:
-    """bfloat16: mean distance of the logits to the float32 ones, ours and the unpatched model's, 4 samples of 5 prompts"""
+    """bfloat16: mean distance of the logits to the float32 ones, ours and the unpatched model's"""
     model, text = bench.model, bench.model.config
     half = copy.deepcopy(model).to(torch.bfloat16)
     before = half.config._attn_implementation_internal

@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM
 import hf_paged
 from hf_paged import PagedCache, PagedConfig, compat
 
+# The library's own, about names of its own that have moved.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+
 
 def llava():
     """A tiny vision-language model: two parts with configs of their own."""

@@ -279,6 +279,12 @@ class PaddedBatch:
         self.keys, self.values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
         return PaddedStep(query, key, value, store, plan, list(self.keys), list(self.values), self.real.clone())
 
+    def repeat(self, times: int) -> None:
+        self.state.repeat_interleave(times)
+        self.real, self.keys, self.values = (
+            tensor.repeat_interleave(times, 0) for tensor in (self.real, self.keys, self.values)
+        )
+
 
 @dataclass
 class PaddedStep(Step):

@@ -341,6 +341,18 @@ def test_pads_on_the_left_alone_are_planned_as_rows_that_end_together(window, si
         agree(step, step.call(band=window))
 
 
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_pads_after_rows_that_share_a_partly_filled_block_see_its_tokens_alone(size, thresholds):
+    """Nobody has written since the rows were forked, so they share the last block too, with its empty slots."""
+    batch = PaddedBatch(1, block_size=size)
+    batch.step(["x" * 69])
+    batch.repeat(3)
+    for forward in (["."] * 3, ["..."] * 3, ["."] * 3, ["x", ".", "x"], ["."] * 3):
+        step = batch.step(forward)
+        poison(step.store, step.plan.tables, float("nan"))
+        agree(step)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_finished_row_among_padded_ones_gives_zeros(window, thresholds):
     batch = PaddedBatch(3, window)

@@ -124,6 +124,8 @@ def _attend(
         if before == "eager" or (softcap is not None and before != "sdpa"):
             # A query that sees no key, such as a pad further than the window behind the last token, gets the mean of
             # all values from an eager function, pads included. All of them are here, and only here.
+            reason = "dense attention: pads behind tokens, under a model whose own attention is eager"
+            layer.state.pool.count_fallback(reason, layer.state.fallbacks)
             return dense_attention(module, query, fresh[0], fresh[1], mask, 0.0, scaling, **kwargs)[0]
     if q_len > 1 and plan.first_column == 0 and plan.suffix and softcap is None and sinks is None:
         # The very first tokens, no pads: the new keys are all there is.

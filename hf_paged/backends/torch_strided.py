@@ -546,7 +546,7 @@ def _masked_row(
     shape = (kv_heads, num_heads // kv_heads)
     queries = query.unflatten(0, shape)
     keys, values = (tensor.unsqueeze(1).expand(-1, shape[1], -1, -1) for tensor in (keys, values))
-    key_mask = ("mask", row, begin, query.dtype)
+    key_mask = ("mask", row, begin, call.band, query.dtype)
     if key_mask not in plan.scratch:
         seen = plan.attention_mask(row, begin, call.band, query.device)  # [q_len, n]
         blind = ~seen.any(1)

@@ -471,6 +471,17 @@ def test_layers_of_unlike_heads_dims_and_calls_share_one_plan(life, thresholds):
             torch.testing.assert_close(out, naive, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("columns", [["abcdefg", "abcdefg"], ["ab..cde", "abcdefg"]], ids=["no pads", "inner pads"])
+def test_layers_of_unlike_bands_do_not_take_each_others_mask(columns):
+    batch = PaddedBatch(2)  # held: the blocks go back with it
+    step = batch.step(columns)
+    step.plan.scratch.clear()
+    for band in (2, 4, None, 2):
+        call = step.call(band=band)
+        out = torch_strided.attend(step.query, step.key, step.value, step.store.memory, step.plan, call)
+        torch.testing.assert_close(out.double(), step.expected(call), atol=2e-5, rtol=2e-5)
+
+
 # -- the schedule ------------------------------------------------------------------------------------------------------
 
 

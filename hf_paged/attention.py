@@ -135,7 +135,8 @@ def _attend(
         if plain and all(new == q_len for new in plan.new):
             return _plain_causal(query, new_key, new_value, scaling)
     pool = layer.state.pool
-    out = pool.backend(query, *fresh, layer.memory, plan, AttentionCall(scaling, band, softcap, sinks))
+    memory = layer._store.memory  # taken once: another thread may make the store grow
+    out = pool.backend(query, *fresh, memory, plan, AttentionCall(scaling, band, softcap, sinks))
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
         pool.scratch_bytes = used
     return out

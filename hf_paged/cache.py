@@ -14,7 +14,7 @@ from .plan import GroupPlan, StepPlan
 from .pool import KVPool
 from .state import UNKNOWN_PADDING, CacheState, UnknownPadding
 from .stats import PagedStats
-from .store import LayerStore, Memory
+from .store import LayerStore
 
 __all__ = ["OutOfBlocks", "PagedCache", "PagedLayer"]
 
@@ -46,7 +46,6 @@ class PagedLayer(compat.CacheLayerMixin):
         self._encoder_decoder = state.pool.model_config.is_encoder_decoder
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._store: LayerStore | None = None
-        self.memory: Memory | None = None  # what the last step was written to
 
     # -- what the library reads -------------------------------------------------------------------------------------
 
@@ -160,7 +159,7 @@ class PagedLayer(compat.CacheLayerMixin):
         if store is None or state.pool.stores.get(self.index) is not store:
             store = self._store = state.pool.store_of(self.index, key, value)
         with store.lock:
-            self.memory = plan.write(store, key, value)
+            plan.write(store, key, value)
         return plan, step.hides
 
     def _begin(self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | UnknownPadding | None) -> StepPlan:
@@ -213,8 +212,9 @@ class PagedLayer(compat.CacheLayerMixin):
         return self._gather(index, first)
 
     def _gather(self, index: int, first: int) -> torch.Tensor:
-        store, memory = self._store, self.memory
-        assert store is not None and memory is not None
+        store = self._store
+        assert store is not None
+        memory = store.memory
         slots = self.state.dense_slots(self.group, first, self.columns)
         held = (memory.key_slots, memory.value_slots)[index]
         dense = held.index_select(1, slots.flatten().to(held.device)).unflatten(1, slots.shape)
@@ -243,7 +243,7 @@ class PagedLayer(compat.CacheLayerMixin):
     def follow(self, state: CacheState) -> "PagedLayer":
         """This layer over a forked state."""
         other = PagedLayer(state, self.index)
-        other.columns, other._store, other.memory = self.columns, self._store, self.memory
+        other.columns, other._store = self.columns, self._store
         return other
 
 

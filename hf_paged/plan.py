@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .blocks import RowTables
-from .store import LayerStore, Memory
+from .store import LayerStore
 
 
 @dataclass
@@ -70,16 +70,13 @@ class GroupPlan:
         runs = self.tables.rows[row].token_runs(begin, end, self.tables.block_size)
         return [slot for first, count in runs for slot in range(first, first + count)]
 
-    def write(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> Memory:
+    def write(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> None:
         """Copy blocks that are about to be written while shared, then put the new tokens into their slots.
 
         Call with the store's lock held.
 
         Args:
             key, value: [batch, num_kv_heads, q_len, dim]
-
-        Returns:
-            The memory written to.
         """
         memory = store.memory
         if memory.num_blocks < self.num_blocks:
@@ -94,7 +91,7 @@ class GroupPlan:
                 slot = self.scratch["slot"]
                 memory.key_slots.narrow(1, slot, 1).copy_(key[0])
                 memory.value_slots.narrow(1, slot, 1).copy_(value[0])
-            return memory
+            return
         if q_len >= 16 and self.suffix:
             # Long runs: straight copies, no reordered temporary.
             for row, (past, new) in enumerate(zip(self.past, self.new, strict=True)):
@@ -103,16 +100,15 @@ class GroupPlan:
                     memory.key_slots[:, slot : slot + count].copy_(key[row, :, column : column + count])
                     memory.value_slots[:, slot : slot + count].copy_(value[row, :, column : column + count])
                     column += count
-            return memory
+            return
         sources, targets = self.rows_on(key.device, heads, memory.num_slots)
         if not len(targets):
-            return memory
+            return
         for rows, tensor in ((memory.key_rows, key), (memory.value_rows, value)):
             flat = tensor.reshape(-1, tensor.shape[3])  # [batch * heads * q_len, dim]
             if sources is not None:
                 flat = flat.index_select(0, sources)
             rows.index_copy_(0, targets, flat if flat.dtype == rows.dtype else flat.to(rows.dtype))
-        return memory
 
     def rows_on(self, device: torch.device, heads: int, num_slots: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """`(sources, targets)` of the tokens to write, [n * heads] int64 each.

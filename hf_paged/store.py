@@ -18,8 +18,8 @@ import torch
 class Memory:
     """The tensors of a store as they lie at one moment.
 
-    A growing store moves to new memory; who attends goes on reading the one it wrote to, whole and consistent, also
-    while another thread makes the store grow.
+    A growing store moves to new memory, with everything that was written. Who reads takes `store.memory` once and has
+    something whole and consistent, also while another thread makes the store grow.
 
     Attributes:
         keys, values: [num_kv_heads, 1 + num_blocks, block_size, dim]

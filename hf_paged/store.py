@@ -24,14 +24,16 @@ class Memory:
     Attributes:
         keys, values: [num_kv_heads, 1 + num_blocks, block_size, dim]
         key_slots, value_slots: the same seen as [num_kv_heads, num_slots, dim].
+        both: keys and values as one tensor, [2 * num_kv_heads, 1 + num_blocks, block_size, dim], where they are alike,
+            else None. Whole blocks are copied through it.
         key_rows, value_rows: the same with heads and slots in one dim: row `head * num_slots + slot`. They are the
             fastest to write.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, both: torch.Tensor | None = None):
         heads, blocks, self.block_size, key_dim = keys.shape
         value_dim = values.shape[3]
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.both = keys, values, both
         self.num_blocks = blocks - 1
         self.num_slots = blocks * self.block_size
         self.key_slots = keys.view(heads, -1, key_dim)
@@ -63,19 +65,26 @@ class LayerStore:
         self._shapes = []
         for tensor in (key, value):
             self._shapes.append((tensor.shape[1], tensor.shape[3], dtype or tensor.dtype, tensor.device))
-        self.memory = Memory(self._empty(0, 1), self._empty(1, 1))
+        self.memory = self._memory(0)
 
     @staticmethod
     def signature_of(key: torch.Tensor, value: torch.Tensor) -> tuple:
         return (key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype, key.device)
 
-    def _empty(self, which: int, blocks: int) -> torch.Tensor:
-        heads, dim, dtype, device = self._shapes[which]
+    def _memory(self, num_blocks: int) -> Memory:
+        """Memory for `num_blocks` blocks and the null block, which alone has content."""
+        alike = self._shapes[0] == self._shapes[1]
         # Outside inference mode: a store made under inference_mode could not be written to under no_grad.
         with torch.inference_mode(False):
-            tensor = torch.empty(heads, blocks, self.block_size, dim, dtype=dtype, device=device)
-            tensor[:, 0].zero_()
-        return tensor
+            tensors = []
+            for heads, dim, dtype, device in self._shapes[:1] if alike else self._shapes:
+                shape = (2 * heads if alike else heads, num_blocks + 1, self.block_size, dim)
+                tensors.append(torch.empty(shape, dtype=dtype, device=device))
+                tensors[-1][:, 0].zero_()
+            if alike:
+                heads = self._shapes[0][0]
+                return Memory(tensors[0][:heads], tensors[0][heads:], tensors[0])
+            return Memory(*tensors)
 
     @property
     def nbytes(self) -> int:
@@ -96,13 +105,11 @@ class LayerStore:
         if old.num_blocks >= num_blocks:
             return old
         with torch.inference_mode(False), torch.no_grad():
-            grown = []
-            for which, tensor in enumerate((old.keys, old.values)):
-                new = self._empty(which, num_blocks + 1)
-                new[:, 1 : old.num_blocks + 1] = tensor[:, 1:]
-                grown.append(new)
-            self.memory = Memory(*grown)
-        return self.memory
+            new = self._memory(num_blocks)
+            new.keys[:, 1 : old.num_blocks + 1] = old.keys[:, 1:]
+            new.values[:, 1 : old.num_blocks + 1] = old.values[:, 1:]
+            self.memory = new
+        return new
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks, keys and values. Call with `lock` held.
@@ -110,5 +117,6 @@ class LayerStore:
         Args:
             sources, targets: block ids, [num_copies], int64, on this store's device.
         """
-        for blocks in (self.memory.keys, self.memory.values):
+        memory = self.memory
+        for blocks in (memory.keys, memory.values) if memory.both is None else (memory.both,):
             blocks.index_copy_(1, targets, blocks.index_select(1, sources))

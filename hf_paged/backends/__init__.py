@@ -1,12 +1,12 @@
 """What attends over blocks. Every backend is a function `attend(query, key, value, memory, plan, call)`:
 
-    query   [batch, num_heads, q_len, key_dim]
-    key     [batch, num_kv_heads, q_len, key_dim], this forward's, already in the store; None: read them there
-    value   [batch, num_kv_heads, q_len, value_dim], likewise
-    memory  the `Memory` of the layer, with this forward's tokens in it
-    plan    the group's `GroupPlan` of this forward
-    call    `AttentionCall`: what this attention call asks for
-    returns [batch, q_len, num_heads, value_dim], zeros for rows that see nothing
+query   [batch, num_heads, q_len, key_dim]
+key     [batch, num_kv_heads, q_len, key_dim], this forward's, already in the store; None: read them there
+value   [batch, num_kv_heads, q_len, value_dim], likewise
+memory  the `Memory` of the layer, with this forward's tokens in it
+plan    the group's `GroupPlan` of this forward
+call    `AttentionCall`: what this attention call asks for
+returns [batch, q_len, num_heads, value_dim], zeros for rows that see nothing
 """
 
 from collections.abc import Callable

@@ -26,6 +26,9 @@ from . import AttentionCall
 LONG_RUN = 192
 # Shared leading tokens from which rows are grouped.
 LONG_PREFIX = 64
+# Bytes of keys per head from which a group's query heads are packed into one tile, so that they read the keys once:
+# below, the keys stay in a core's cache from one query head to the next.
+PACK_BYTES = 512 * 1024
 # Queries per tile where scores are held in memory (softcap, explicit masks).
 QUERY_CHUNK = 512
 
@@ -157,6 +160,10 @@ def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attentio
     if schedule.whole and call.softcap is None and call.sinks is None and query.dtype == memory.keys.dtype:
         # One strided batch and nothing to merge: the very call the library makes, on blocks.
         keys, values = _strided(schedule.pieces[0], len(schedule.pieces[0].rows), memory)
+        if group > 1 and keys.shape[2] * key_dim * query.element_size() >= PACK_BYTES:
+            packed = query.reshape(batch, kv_heads, group, key_dim)
+            out = torch.nn.functional.scaled_dot_product_attention(packed, keys, values, scale=call.scale)
+            return out.reshape(batch, 1, num_heads, value_dim)
         out = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, scale=call.scale, enable_gqa=group > 1
         )
@@ -237,19 +244,18 @@ def _strided(piece: _Piece, count: int, memory: Memory) -> tuple[torch.Tensor, t
     kv_heads, _, key_dim = memory.key_slots.shape
     value_dim = memory.value_slots.shape[2]
     slots = memory.num_slots
-    views = piece.views.get(slots)
-    if views is None:  # the same for all layers of a model like the next
-        views = piece.views[slots] = tuple(
+    key = (slots, memory.value_slots.storage_offset())
+    views = piece.views.get(key)
+    if views is None or views[0][0][1:] != (kv_heads, piece.tokens, key_dim) or views[1][0][3] != value_dim:
+        # The same for all layers of a model like the last one.
+        views = piece.views[key] = tuple(
             (
-                (count, kv_heads, piece.tokens, dim),
-                (piece.stride * dim, slots * dim, dim, 1),
-                piece.start * dim,
+                (count, kv_heads, piece.tokens, tensor.shape[2]),
+                (piece.stride * tensor.shape[2], slots * tensor.shape[2], tensor.shape[2], 1),
+                tensor.storage_offset() + piece.start * tensor.shape[2],
             )
-            for dim in (key_dim, value_dim)
+            for tensor in (memory.key_slots, memory.value_slots)
         )
-    if views[0][0][1:] != (kv_heads, piece.tokens, key_dim) or views[1][0][3] != value_dim:
-        piece.views.clear()
-        return _strided(piece, count, memory)
     return memory.key_slots.as_strided(*views[0]), memory.value_slots.as_strided(*views[1])
 
 

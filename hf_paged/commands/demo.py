@@ -74,7 +74,7 @@ def _chat(model: Any, tokenizer: Any, new_tokens: int) -> bool:
     print("\n== a second chat turn on a kept cache")
     from .. import compat
 
-    def turns(make_cache: Callable[[], Any]) -> tuple[torch.Tensor, float, float, Any]:
+    def turns(make_cache: Callable[[], Any]) -> tuple[torch.Tensor, int, float, float, Any]:
         cache = make_cache()
         document = long_prompt(tokenizer, 800)
         torch.manual_seed(0)
@@ -92,17 +92,17 @@ def _chat(model: Any, tokenizer: Any, new_tokens: int) -> bool:
             history, attention_mask=torch.ones_like(history), max_new_tokens=new_tokens, do_sample=False,
             **{compat.CACHE_ARGUMENT: cache},
         )  # fmt: skip
-        return second, first_seconds, time.perf_counter() - start, cache
+        return second, history.shape[1], first_seconds, time.perf_counter() - start, cache
 
     print("   unpatched, DynamicCache ... ", end="", flush=True)
-    before, first_turn, seconds, _ = turns(lambda: transformers.DynamicCache(config=model.config))
+    before, _, first_turn, seconds, _ = turns(lambda: transformers.DynamicCache(config=model.config))
     print(f"{first_turn:.1f} s + {seconds:.1f} s", flush=True)
     print("   hf_paged, PagedCache ... ", end="", flush=True)
     with hf_paged.patched(model):
-        after, first_turn, our_seconds, cache = turns(lambda: hf_paged.PagedCache(model.config))
+        after, history_length, first_turn, our_seconds, cache = turns(lambda: hf_paged.PagedCache(model.config))
     print(f"{first_turn:.1f} s + {our_seconds:.1f} s", flush=True)
     same = before.shape == after.shape and bool((before == after).all())
-    text = tokenizer.decode(after[0, -new_tokens:], skip_special_tokens=True).strip().replace("\n", " ")
+    text = tokenizer.decode(after[0, history_length:], skip_special_tokens=True).strip().replace("\n", " ")
     stats = cache.stats()
     print(f'   "{text[:150]}"')
     print(f"   identical to the unpatched run: {'yes' if same else 'NO'}")

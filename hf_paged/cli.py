@@ -26,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. 2 for a command line that cannot be run."""
     options = _parser().parse_args(argv)
+    from .commands.measure import UsageError
     from .commands.real_model import RealModelMissing
 
     try:
@@ -40,16 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name:<12} {about.__doc__.splitlines()[0] if about.__doc__ else ''}")
             return 0
         return bench_cpu.run(cases=options.case, json_file=options.json, repeat=options.repeat)
-    except (RealModelMissing, bench_cpu_error()) as error:
+    except (RealModelMissing, UsageError) as error:
         print(f"hf_paged: {error}", file=sys.stderr)
         return 2
-
-
-def bench_cpu_error() -> type[Exception]:
-    """The error of a command line that names no case; imported late, as it brings torch with it."""
-    from .commands.measure import UsageError
-
-    return UsageError
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ calls through `self`, so that a deep-copied model is patched for itself:
 - `_get_stopping_criteria` learns which rows have stopped, so that they can give their blocks back.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +62,6 @@ class PatchState:
         self.methods: list[str] = []
 
     def __deepcopy__(self, memo: dict) -> "PatchState":
-        import copy
-
         other = PatchState(copy.deepcopy(self.config, memo), copy.deepcopy(self.pool, memo))
         other.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
         other.methods = list(self.methods)

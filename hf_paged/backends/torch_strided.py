@@ -290,24 +290,22 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
                 parts = 2 if count >= 2 * LONG_RUN and count % 2 == 0 and torch.get_num_threads() > 1 else 1
                 pieces.append(
                     _Piece(
-                        rows, used[rows[0]], True, parts, slot, count // parts, count // parts,
+                        rows, _layer_for(used, rows, parts), True, parts, slot, count // parts, count // parts,
                         index=_index(rows, plan.batch, device),
                     )
                 )  # fmt: skip
-                _use(used, rows, parts)
             else:
                 scattered.extend(range(slot, slot + count))
         if scattered:
             pieces.append(
                 _Piece(
                     rows,
-                    used[rows[0]],
+                    _layer_for(used, rows),
                     True,
                     slots=torch.tensor(scattered, device=device),
                     index=_index(rows, plan.batch, device),
                 )
             )
-            _use(used, rows, 1)
             gathered += len(scattered)
         for row in rows:
             starts[row] = common
@@ -363,16 +361,11 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
     return _Schedule(pieces, max(used, default=0), empty, gathered, whole)
 
 
-def _use(used: list[int], rows: list[int], parts: int) -> None:
-    for row in rows:
-        used[row] += parts
-
-
-def _layer_for(used: list[int], rows: list[int]) -> int:
-    """A merge layer that is free for all `rows`, taken."""
+def _layer_for(used: list[int], rows: list[int], parts: int = 1) -> int:
+    """The first of `parts` merge layers that are free for all `rows`, taken."""
     layer = max(used[row] for row in rows)
     for row in rows:
-        used[row] = layer + 1
+        used[row] = layer + parts
     return layer
 
 

@@ -20,6 +20,8 @@ NAME = "hf_paged"
 _DENSE_KEYWORDS = frozenset(
     ("position_bias", "indices", "block_indices", "attention_bias", "attn_bias", "alibi", "head_mask")
 )
+# Those that a step done again for another layer must not have.
+_UNLIKE_KEYWORDS = _DENSE_KEYWORDS | {"softcap", "s_aux", "sinks"}
 
 
 def paged_attention_forward(
@@ -46,6 +48,9 @@ def paged_attention_forward(
         [batch, q_len, num_heads, value_dim] and None: weights are not kept.
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
+        out = _repeat(query, key, attention_mask, dropout, scaling, kwargs)
+        if out is not None:
+            return out, None
         reason = _why_dense(module, query, key, attention_mask, dropout, kwargs)
         if reason is None:
             assert attention_mask is None or isinstance(attention_mask, LazyMask)
@@ -59,6 +64,35 @@ def paged_attention_forward(
             key.layer.commit(attention_mask.padding)
         key, value = key.materialize(""), value.materialize("")
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def _repeat(
+    query: torch.Tensor,
+    key: LazyKV,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """A decode step as another layer of the group has just done it; None, and nothing done, if it is not alike."""
+    layer = key.layer
+    state = layer.state
+    step, pending = state.step, layer._pending
+    if step is None or pending is None or layer.columns != step.end or key.step != layer.steps or query.shape[2] != 1:
+        return None
+    replay = step.groups[layer.group].replay
+    if replay is None or replay.mask is not mask or replay.scale != scaling or dropout:
+        return None
+    if not _UNLIKE_KEYWORDS.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _UNLIKE_KEYWORDS):
+        return None
+    store = layer._store
+    if store is None or state.pool.stores.get(layer.index) is not store:
+        return None
+    out = replay.repeat(query, *pending, store)
+    if out is not None:
+        layer._pending = None
+        state.writes += 1
+    return out
 
 
 def _why_dense(
@@ -109,7 +143,7 @@ def _attend(
         fresh = (None, None)
     else:
         plan, hides = committed
-    if hides or layer.state.hidden_by(padding):
+    if hides or (layer.state.blind and layer.state.hidden_by(padding)):
         return None
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if sinks is None:
@@ -136,7 +170,10 @@ def _attend(
             return _plain_causal(query, new_key, new_value, scaling)
     pool = layer.state.pool
     memory = layer._store.memory  # taken once: another thread may make the store grow
+    replay = plan.replay
     out = pool.backend(query, *fresh, memory, plan, AttentionCall(scaling, band, softcap, sinks))
+    if plan.replay is not replay:  # this layer was the first
+        plan.replay.mask = mask
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
         pool.scratch_bytes = used
     return out

@@ -110,7 +110,9 @@ class PagedLayer(compat.CacheLayerMixin):
                 "PagedCache stores keys and values outside the autograd graph, but these need gradients. Run "
                 "generation under torch.no_grad(), or train with use_cache=False or a DynamicCache."
             )
-        if key_states.ndim != 4 or key_states.shape[:3] != value_states.shape[:3]:
+        *sizes, key_dim = key_states.shape
+        *value_sizes, value_dim = value_states.shape
+        if len(sizes) != 3 or sizes != value_sizes:
             raise ValueError(
                 "keys and values must be [batch, kv heads, tokens, dim] with the same first three sizes, got "
                 f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
@@ -120,17 +122,16 @@ class PagedLayer(compat.CacheLayerMixin):
         if self._encoder_decoder and self.columns == self.state.columns and self.state.in_mid_forward:
             # Cross-attention is about to write where self-attention has just written.
             raise self._out_of_step(self.columns)
-        batch, heads, q_len, key_dim = key_states.shape
+        batch, heads, q_len = sizes
         visible = self.columns + q_len
         if self.sliding_window is not None:
             visible -= max(self.columns - self.sliding_window + 1, 0)
         self.columns += q_len
         self.steps += 1
         self._pending = (key_states, value_states)
-        value_shape = (batch, heads, visible, value_states.shape[3])
         return (
             LazyKV.make(self, 0, self.steps, (batch, heads, visible, key_dim), key_states),
-            LazyKV.make(self, 1, self.steps, value_shape, value_states),
+            LazyKV.make(self, 1, self.steps, (batch, heads, visible, value_dim), value_states),
         )
 
     def commit(self, padding: torch.Tensor | UnknownPadding | None) -> tuple[GroupPlan, bool] | None:

@@ -34,6 +34,8 @@ class GroupPlan:
             of the cache, and whether each is a token and not a pad, [past + new] each. (A windowed group stores pads
             behind the first token too: the library's windows count columns.)
         scratch: what a backend works out once per forward.
+        replay: a decode step as one layer has computed it, for the group's other layers to repeat (`backends.Replay`);
+            None: each goes its own way.
     """
 
     tables: RowTables
@@ -48,6 +50,7 @@ class GroupPlan:
     first_column: int
     layout: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
+    replay: Any = None
 
     @property
     def batch(self) -> int:
@@ -83,15 +86,7 @@ class GroupPlan:
             memory = store.ensure(self.num_blocks)
         if self.copies:
             store.copy_blocks(*self.copies_on(key.device))
-        batch, heads, q_len, _ = key.shape
-        if batch == 1 and q_len == 1:
-            if self.new[0]:
-                if "slot" not in self.scratch:
-                    self.scratch["slot"] = self.tables.rows[0].slot(self.past[0], memory.block_size)
-                slot = self.scratch["slot"]
-                memory.key_slots.narrow(1, slot, 1).copy_(key[0])
-                memory.value_slots.narrow(1, slot, 1).copy_(value[0])
-            return
+        _, heads, q_len, _ = key.shape
         if q_len >= 16 and self.suffix:
             # Long runs: straight copies, no reordered temporary.
             for row, (past, new) in enumerate(zip(self.past, self.new, strict=True)):

@@ -11,8 +11,23 @@ A slot is `block id * block_size + offset`, an index into the same memory seen a
 """
 
 import threading
+from typing import NamedTuple
 
 import torch
+
+
+class Layout(NamedTuple):
+    """Sizes of a store's memory and where keys and values begin in it, in elements."""
+
+    num_slots: int  # those of the null block included
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_offset: int
+    value_offset: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    device: torch.device
 
 
 class Memory:
@@ -26,20 +41,24 @@ class Memory:
         key_slots, value_slots: the same seen as [num_kv_heads, num_slots, dim].
         both: keys and values as one tensor, [2 * num_kv_heads, 1 + num_blocks, block_size, dim], where they are alike,
             else None. Whole blocks are copied through it.
+        layout: what views of this memory depend on; alike for all layers of most models.
         key_rows, value_rows: the same with heads and slots in one dim: row `head * num_slots + slot`. They are the
             fastest to write.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, both: torch.Tensor | None = None):
-        heads, blocks, self.block_size, key_dim = keys.shape
-        value_dim = values.shape[3]
+        self.kv_heads, blocks, self.block_size, self.key_dim = keys.shape
+        self.value_dim = values.shape[3]
         self.keys, self.values, self.both = keys, values, both
         self.num_blocks = blocks - 1
         self.num_slots = blocks * self.block_size
-        self.key_slots = keys.view(heads, -1, key_dim)
-        self.value_slots = values.view(heads, -1, value_dim)
-        self.key_rows = keys.view(-1, key_dim)
-        self.value_rows = values.view(-1, value_dim)
+        self.key_slots = keys.view(self.kv_heads, -1, self.key_dim)
+        self.value_slots = values.view(self.kv_heads, -1, self.value_dim)
+        self.key_rows = keys.view(-1, self.key_dim)
+        self.value_rows = values.view(-1, self.value_dim)
+        offsets = (int(keys.storage_offset()), int(values.storage_offset()))
+        sizes = (self.num_slots, self.kv_heads, self.key_dim, self.value_dim)
+        self.layout = Layout(*sizes, *offsets, keys.dtype, values.dtype, keys.device)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at `slots` ([n], int64): two tensors [num_kv_heads, n, dim]. Slot 0 gives zeros."""

@@ -263,3 +263,120 @@ def test_the_patterns_of_the_library_are_recognised():
     for family, windows in {"llama": {None}, "mistral": {WINDOW}, "gemma3": {WINDOW, None}}.items():
         layers = compat.reads_layer_types(make_config(family))
         assert {compat.window_of(*layer)[1] for layer in layers} == windows
+
+
+# -- a decode step done again for the group's other layers ------------------------------------------------------------
+
+
+def layer_call(cache, layer, generator, heads=4, kv_heads=2, dim=16, tokens=1, rows=2, **kwargs):
+    """One layer's update and attention; and what a softmax over its dense keys and values gives."""
+    key, value = (torch.randn(rows, kv_heads, tokens, dim, generator=generator) for _ in "kv")
+    query = torch.randn(rows, heads, tokens, dim, generator=generator)
+    module = torch.nn.Module()
+    keys, values = cache.update(key, value, layer)
+    scale = kwargs.setdefault("scaling", 0.25)
+    out, _ = attention.paged_attention_forward(module, query, keys, values, None, **kwargs)
+    dense_keys, dense_values = cache.layers[layer].keys, cache.layers[layer].values
+    assert torch.equal(dense_keys[:, :, -tokens:], key)
+    assert torch.equal(dense_values[:, :, -tokens:], value)
+    scores = query @ dense_keys.repeat_interleave(heads // kv_heads, 1).transpose(2, 3) * scale
+    if kwargs.get("softcap"):
+        scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
+    past = dense_keys.shape[2] - tokens
+    scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(past + 1), -torch.inf)
+    expected = torch.softmax(scores, 3) @ dense_values.repeat_interleave(heads // kv_heads, 1)
+    torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Collects, per call, whether a layer was done as the one before it."""
+    seen = []
+    repeat = attention._repeat
+
+    def watched(*args):
+        out = repeat(*args)
+        seen.append(out is not None)
+        return out
+
+    monkeypatch.setattr(attention, "_repeat", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("unlike", "as_before"),
+    [
+        ({}, True),
+        ({"dropout": 0.0, "position_ids": None, "softcap": None, "s_aux": None}, True),
+        ({"scaling": 0.5}, False),
+        ({"softcap": 2.0}, False),
+        ({"heads": 8}, False),
+        ({"heads": 2}, False),
+        ({"kv_heads": 4}, False),
+        ({"dim": 24}, False),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_layer_is_done_as_the_one_before_it_only_if_it_is_alike(repeated, unlike, as_before):
+    generator = torch.Generator().manual_seed(0)
+    cache = PagedCache(make_config("llama", num_hidden_layers=3), PagedConfig(block_size=4))
+    cache.state.expected_columns = 9  # so that each row finds room beside its blocks
+    shapes = {name: unlike[name] for name in ("heads", "kv_heads", "dim") if name in unlike}
+    for layer, options in enumerate(({}, shapes, {})):
+        layer_call(cache, layer, generator, tokens=5, **options)
+    for _ in range(4):  # in the last of them every store grows
+        repeated.clear()
+        for layer, options in enumerate(({}, unlike, {})):
+            layer_call(cache, layer, generator, **options)
+            cache.pool.stores[layer].ensure(8)  # so that none is smaller than the first layer's
+        assert repeated == [False, as_before, True]
+        cache.check()
+
+
+@torch.no_grad()
+def test_a_layer_whose_memory_is_still_small_goes_its_own_way(repeated):
+    generator = torch.Generator().manual_seed(0)
+    cache = PagedCache(make_config("llama", num_hidden_layers=2), PagedConfig(block_size=4))
+    for tokens in (4, 1, 1, 1, 1, 1):
+        for layer in range(2):
+            layer_call(cache, layer, generator, tokens=tokens, rows=1)
+    assert False in repeated[3::2], "a store that has to grow is not written to before it has"
+    assert True in repeated[3::2]
+
+
+@torch.no_grad()
+def test_a_layer_with_another_mask_goes_its_own_way():
+    """As in a model that hands its layers unlike masks: the second hides a token that is stored."""
+    plain, model = models("llama")
+    ids = prompts(9)["input_ids"]
+    full = torch.ones(1, 10, dtype=torch.long)
+    hiding = full.clone()
+    hiding[0, 4] = 0
+    token = torch.tensor([[7]])
+    outs = []
+    for current in (plain, model):
+        cache = PagedCache(model.config) if current is model else transformers.DynamicCache(config=model.config)
+        current(ids, **with_cache(cache))
+        outs.append(current(token, attention_mask=hiding, **with_cache(cache)).logits)
+    close(*outs)
+
+
+@torch.no_grad()
+def test_a_row_that_stores_no_token_in_a_step_is_not_written_by_any_layer():
+    """Its query, a pad, is answered all the same."""
+    plain, model = models("llama")
+    mask = torch.ones(2, 10, dtype=torch.long)
+    outs = []
+    for current in (plain, model):
+        cache = PagedCache(model.config) if current is model else transformers.DynamicCache(config=model.config)
+        current(torch.arange(18).view(2, 9) + 5, attention_mask=mask[:, :9], **with_cache(cache))
+        padded = torch.cat([mask[:, :9], torch.tensor([[1], [0]])], 1)
+        step = current(torch.tensor([[7], [8]]), attention_mask=padded, **with_cache(cache)).logits
+        later = torch.cat([padded, mask[:, :1]], 1)
+        positions = torch.tensor([[10], [9]])
+        outs.append(
+            (step[0], current(mask[:, :1], attention_mask=later, position_ids=positions, **with_cache(cache)).logits)
+        )
+    for expected, ours in zip(*outs, strict=True):
+        close(expected, ours)

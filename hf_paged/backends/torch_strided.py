@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..plan import GroupPlan
-from ..store import Memory
+from ..store import LayerStore, Layout, Memory
 from . import AttentionCall
 
 # Tokens from which a run is worth a call of its own; below, it is gathered. Measured on 2 cores: a call costs about
@@ -143,31 +143,90 @@ class _Schedule:
     buffers: dict = field(default_factory=dict)
 
 
+class Replay:
+    """A decode step that is one strided batch, with nothing to merge: what it takes, worked out once for all layers.
+
+    Python's part of a decode step costs mostly what its code and objects take to get back into the processor's
+    caches, from which each layer's weights drive them. So layers like the first do this and no more.
+
+    Args:
+        shape: of the query, [batch, num_heads, 1, key_dim].
+        views: of the keys and of the values; see `_views`.
+        packed: a group's query heads are to be one tile, so that they read the keys once.
+        scale: factor on the scores.
+
+    Attributes:
+        mask: the mask of the layer that went first; set by whoever calls `repeat`.
+    """
+
+    mask: torch.Tensor | None = None
+
+    def __init__(self, shape: torch.Size, views: tuple[tuple, tuple], packed: bool, scale: float):
+        self.key_view, self.value_view = views
+        self.shape, self.scale = shape, scale
+        batch, num_heads, _, key_dim = shape
+        kv_heads = self.key_view[0][1]
+        self.grouped = num_heads != kv_heads
+        self.tile = (batch, kv_heads, num_heads // kv_heads, key_dim) if packed else None
+        self.layout: Layout | None = None
+
+    def accept(self, layout: Layout, targets: torch.Tensor) -> None:
+        """Let `repeat` serve layers with memory of this layout; `targets` as of `GroupPlan.rows_on`."""
+        self.layout, self.targets = layout, targets
+
+    def repeat(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, store: LayerStore
+    ) -> torch.Tensor | None:
+        """Write and attend for another layer; None, and nothing done, if its memory is unlike.
+
+        Args:
+            query: [batch, num_heads, 1, key_dim]
+            key, value: this forward's, not yet in the store, [batch, num_kv_heads, 1, dim]
+        """
+        with store.lock:
+            memory = store.memory
+            layout = self.layout
+            if memory.layout != layout or query.shape != self.shape:
+                return None
+            if not query.dtype is key.dtype is value.dtype is layout.key_dtype:
+                return None
+            memory.key_rows.index_copy_(0, self.targets, key.reshape(-1, layout.key_dim))
+            memory.value_rows.index_copy_(0, self.targets, value.reshape(-1, layout.value_dim))
+        return self.attend(query, memory)
+
+    def attend(self, query: torch.Tensor, memory: Memory) -> torch.Tensor:
+        keys = memory.key_slots.as_strided(*self.key_view)
+        values = memory.value_slots.as_strided(*self.value_view)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        if self.tile is None:
+            return attention(query, keys, values, scale=self.scale, enable_gqa=self.grouped).transpose(1, 2)
+        out = attention(query.reshape(self.tile), keys, values, scale=self.scale)
+        return out.reshape(self.shape[0], 1, self.shape[1], -1)
+
+
 def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> torch.Tensor:
     """One query a row; keys and values of this step are in the store already."""
     batch, num_heads, _, key_dim = query.shape
-    kv_heads = memory.key_slots.shape[0]
+    kv_heads, value_dim = memory.kv_heads, memory.value_dim
     group = num_heads // kv_heads
-    value_dim = memory.value_slots.shape[2]
-    key = ("decode", call.band, query.device, query.dtype)
+    dtype = query.dtype
+    key = ("decode", call.band, query.device, dtype)
     schedule = plan.scratch.get(key)
     if schedule is None:
-        schedule = plan.scratch[key] = _schedule(plan, call.band, query.device, query.dtype)
+        schedule = plan.scratch[key] = _schedule(plan, call.band, query.device, dtype)
         elements = schedule.layers * batch * num_heads * (value_dim + 1) if schedule.layers > 1 else 0
-        plan.scratch["bytes"] = 4 * elements + schedule.gathered * kv_heads * (key_dim + value_dim) * (
-            query.element_size()
-        )
-    if schedule.whole and call.softcap is None and call.sinks is None and query.dtype == memory.keys.dtype:
+        plan.scratch["bytes"] = 4 * elements + schedule.gathered * kv_heads * (key_dim + value_dim) * dtype.itemsize
+    if schedule.whole and call.softcap is None and call.sinks is None and dtype == memory.keys.dtype:
         # One strided batch and nothing to merge: the very call the library makes, on blocks.
-        keys, values = _strided(schedule.pieces[0], len(schedule.pieces[0].rows), memory)
-        if group > 1 and keys.shape[2] * key_dim * query.element_size() >= PACK_BYTES:
-            packed = query.reshape(batch, kv_heads, group, key_dim)
-            out = torch.nn.functional.scaled_dot_product_attention(packed, keys, values, scale=call.scale)
-            return out.reshape(batch, 1, num_heads, value_dim)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, scale=call.scale, enable_gqa=group > 1
-        )
-        return out.transpose(1, 2)
+        piece = schedule.pieces[0]
+        packed = group > 1 and piece.tokens * key_dim * dtype.itemsize >= PACK_BYTES
+        replay = Replay(query.shape, _views(piece, batch, memory), packed, call.scale)
+        if plan.replay is None and not plan.copies and memory.keys.dtype == memory.values.dtype:
+            sources, targets = plan.rows_on(query.device, kv_heads, memory.num_slots)
+            if sources is None:  # every row stores its token
+                replay.accept(memory.layout, targets)
+                plan.replay = replay
+        return replay.attend(query, memory)
     queries = query.reshape(batch, kv_heads, group, key_dim)
     sinks = None if call.sinks is None else call.sinks.view(kv_heads, group)
     if not schedule.pieces:
@@ -223,8 +282,7 @@ def _run_piece(
     piece: _Piece, queries: torch.Tensor, memory: Memory, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one piece: [rows, kv_heads, group, dim], or [parts, kv_heads, rows * group, dim] where shared."""
-    kv_heads, _, key_dim = memory.key_slots.shape
-    value_dim = memory.value_slots.shape[2]
+    kv_heads, key_dim, value_dim = memory.kv_heads, memory.key_dim, memory.value_dim
     chosen = queries if piece.index is None else queries[piece.index]
     if piece.shared:
         chosen = chosen.transpose(0, 1).reshape(1, kv_heads, -1, key_dim).expand(piece.parts, -1, -1, -1)
@@ -241,22 +299,24 @@ def _run_piece(
 
 def _strided(piece: _Piece, count: int, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a strided piece, [count, kv_heads, tokens, dim], as views of the memory."""
-    kv_heads, _, key_dim = memory.key_slots.shape
-    value_dim = memory.value_slots.shape[2]
-    slots = memory.num_slots
-    key = (slots, memory.value_slots.storage_offset())
-    views = piece.views.get(key)
-    if views is None or views[0][0][1:] != (kv_heads, piece.tokens, key_dim) or views[1][0][3] != value_dim:
-        # The same for all layers of a model like the last one.
-        views = piece.views[key] = tuple(
+    key_view, value_view = _views(piece, count, memory)
+    return memory.key_slots.as_strided(*key_view), memory.value_slots.as_strided(*value_view)
+
+
+def _views(piece: _Piece, count: int, memory: Memory) -> tuple[tuple, tuple]:
+    """Size, stride and storage offset of the keys and of the values of a strided piece."""
+    layout = memory.layout
+    views = piece.views.get(layout)
+    if views is None:
+        views = piece.views[layout] = tuple(
             (
-                (count, kv_heads, piece.tokens, tensor.shape[2]),
-                (piece.stride * tensor.shape[2], slots * tensor.shape[2], tensor.shape[2], 1),
-                tensor.storage_offset() + piece.start * tensor.shape[2],
+                (count, layout.kv_heads, piece.tokens, dim),
+                (piece.stride * dim, layout.num_slots * dim, dim, 1),
+                offset + piece.start * dim,
             )
-            for tensor in (memory.key_slots, memory.value_slots)
+            for dim, offset in ((layout.key_dim, layout.key_offset), (layout.value_dim, layout.value_offset))
         )
-    return memory.key_slots.as_strided(*views[0]), memory.value_slots.as_strided(*views[1])
+    return views
 
 
 def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: torch.dtype) -> _Schedule:

@@ -47,6 +47,13 @@ def _say(text: str) -> None:
     print(f"  {text}", flush=True)
 
 
+def _rotated(kinds: dict[str, Any], round_: int) -> list[str]:
+    """The kinds in an order that starts with another one each round, so that none always follows the same other."""
+    names = list(kinds)
+    first = round_ % len(names)
+    return names[first:] + names[:first]
+
+
 # -- whole calls of generate() ----------------------------------------------------------------------------------------
 
 
@@ -65,7 +72,8 @@ def _generate(bench: _Bench, name: str, inputs: dict[str, torch.Tensor], **optio
     rss: dict[str, int | None] = dict.fromkeys(kinds)
     extra: Entry = {}
     for round_ in range(bench.repeat):
-        for kind, more in kinds.items():
+        for kind in _rotated(kinds, round_):
+            more = kinds[kind]
             if kind == "hf_paged":
                 hf_paged.patch(model)
             gc.collect()
@@ -198,7 +206,8 @@ def _steps(
         for step in range(steps):
             ids = torch.randint(5, 1000, (rows, 1), generator=generator)
             positions = torch.full((rows, 1), past + step)
-            for kind, cache in caches.items():
+            for kind in _rotated(caches, step):
+                cache = caches[kind]
                 paged = isinstance(cache, PagedCache)
                 model.config._attn_implementation_internal = attention.NAME if paged else before
                 try:

@@ -367,16 +367,17 @@ def test_a_row_that_stores_no_token_in_a_step_is_not_written_by_any_layer():
     """Its query, a pad, is answered all the same."""
     plain, model = models("llama")
     mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, 0] = 0  # so that both rows hold nine tokens after the step
     outs = []
     for current in (plain, model):
         cache = PagedCache(model.config) if current is model else transformers.DynamicCache(config=model.config)
         current(torch.arange(18).view(2, 9) + 5, attention_mask=mask[:, :9], **with_cache(cache))
         padded = torch.cat([mask[:, :9], torch.tensor([[1], [0]])], 1)
         step = current(torch.tensor([[7], [8]]), attention_mask=padded, **with_cache(cache)).logits
-        later = torch.cat([padded, mask[:, :1]], 1)
+        later = torch.cat([padded, mask[:, -1:]], 1)
         positions = torch.tensor([[10], [9]])
         outs.append(
-            (step[0], current(mask[:, :1], attention_mask=later, position_ids=positions, **with_cache(cache)).logits)
+            (step[0], current(mask[:, -1:], attention_mask=later, position_ids=positions, **with_cache(cache)).logits)
         )
     for expected, ours in zip(*outs, strict=True):
         close(expected, ours)

@@ -7,12 +7,25 @@ puts out the tokens it put out before.
 from . import attention as _attention
 from .blocks import OutOfBlocks
 from .cache import PagedCache
+from .chat import Chat
 from .config import PagedConfig
 from .patching import patch, patched, unpatch
 from .pool import KVPool
+from .prefill import prefix_salt
 from .stats import PagedStats
 
 _attention.register()
 
 __version__ = "0.1.0"
-__all__ = ["KVPool", "OutOfBlocks", "PagedCache", "PagedConfig", "PagedStats", "patch", "patched", "unpatch"]
+__all__ = [
+    "Chat",
+    "KVPool",
+    "OutOfBlocks",
+    "PagedCache",
+    "PagedConfig",
+    "PagedStats",
+    "patch",
+    "patched",
+    "prefix_salt",
+    "unpatch",
+]

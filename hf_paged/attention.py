@@ -91,7 +91,7 @@ def _repeat(
     out = replay.repeat(query, *pending, store)
     if out is not None:
         layer._pending = None
-        state.writes += 1
+        state.wrote()
     return out
 
 
@@ -161,7 +161,14 @@ def _attend(
             reason = "dense attention: pads behind tokens, under a model whose own attention is eager"
             layer.state.pool.count_fallback(reason, layer.state.fallbacks)
             return dense_attention(module, query, fresh[0], fresh[1], mask, 0.0, scaling, **kwargs)[0]
-    if q_len > 1 and plan.first_column == 0 and plan.suffix and softcap is None and sinks is None:
+    if (
+        q_len > 1
+        and plan.first_column == 0
+        and plan.suffix
+        and plan.offsets is None
+        and softcap is None
+        and sinks is None
+    ):
         # The very first tokens, no pads: the new keys are all there is.
         new_key, new_value = fresh
         bounded = band is not None and q_len > band

@@ -154,13 +154,13 @@ class PagedLayer(compat.CacheLayerMixin):
         step = state.step
         if step is None or self.columns != step.end or q_len != step.q_len:
             step = self._begin(key, value, padding)
-        state.writes += 1
         plan = step.groups[self.group]
         store = self._store
         if store is None or state.pool.stores.get(self.index) is not store:
             store = self._store = state.pool.store_of(self.index, key, value)
         with store.lock:
             plan.write(store, key, value)
+        state.wrote()
         return plan, step.hides
 
     def _begin(self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | UnknownPadding | None) -> StepPlan:
@@ -185,6 +185,8 @@ class PagedLayer(compat.CacheLayerMixin):
 
     def dense(self, index: int, step: int, reason: str) -> torch.Tensor:
         """Dense keys (0) or values (1) of step `step`, [batch, heads, visible tokens, dim], contiguous."""
+        if self.state.packed is not None or (self.state.step is not None and self.state.step.groups[0].offsets):
+            raise RuntimeError("a packed prefill was not attended to over blocks; set PagedConfig.packed_prefill=False")
         if step != self.steps:
             raise RuntimeError(
                 "these keys or values belong to an earlier step of the cache; read or clone() them before its "
@@ -342,6 +344,13 @@ class PagedCache(compat.DynamicCache):
         for layer in self.paged_layers:
             layer.flush()
             layer.forget_step()
+
+    def set_columns(self, columns: int) -> None:
+        """Take what the tables hold for `columns` columns of the library; for whoever fills them without a forward."""
+        self._settle()
+        self.state.columns, self.state.step = columns, None
+        for layer in self.paged_layers:
+            layer.columns = columns
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change."""

@@ -32,6 +32,7 @@ __all__ = [
     "library_layer",
     "mask_pattern",
     "reads_layer_types",
+    "rope_limit",
     "sdpa_attention_forward",
     "sdpa_mask",
 ]
@@ -75,6 +76,20 @@ def window_of(layer_type: str, arguments: dict[str, Any]) -> tuple[bool, int | N
 def library_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
     """The library's own dynamic cache layer for a type that is not paged (recurrent, convolution, placeholder, …)."""
     return _cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+
+
+def rope_limit(config: PreTrainedConfig) -> int | None:
+    """Positions up to which a rotary embedding does not depend on the length of the sequence; None: it never does."""
+    text = config.get_text_config(decoder=True)
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nested = [entry for entry in given.values() if isinstance(entry, dict)]
+    limits = []
+    for entry in [given, *nested]:
+        if entry.get("rope_type", entry.get("type")) in ("dynamic", "longrope"):
+            original = entry.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None)
+            limits.append(int(original or text.max_position_embeddings))
+    return min(limits, default=None)
 
 
 @functools.cache

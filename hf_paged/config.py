@@ -21,7 +21,11 @@ class PagedConfig:
             has a fixed size. Not together with `num_blocks`.
         kv_dtype: dtype of stored keys and values: "auto" (each as the model makes it), "float32", "float16",
             "bfloat16".
-        prefix_caching: reserved for reuse of prompts across calls; this version shares a prompt within one call only.
+        prefix_caching: find prompts, and what was generated behind them, again in later calls of a patched model.
+            Blocks that no cache holds any more stay findable until the pool needs them.
+        packed_prefill: compute the prompts of a ragged batch one behind the other in one forward, so that pads are not
+            computed; where the model is known to allow it.
+        max_packed_tokens: the most tokens one packed prefill forward takes; longer ones go in chunks.
         backend: what attends over the blocks: "auto", "torch" (strided views and PyTorch's fused attention) or
             "reference" (naive, float32, slow: for comparisons).
         prompt_once: compute and store a prompt once for all its beams or samples, then fork it.
@@ -40,6 +44,8 @@ class PagedConfig:
     backend: str = "auto"
     prompt_once: bool = True
     free_finished_rows: bool = True
+    packed_prefill: bool = True
+    max_packed_tokens: int = 8192
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -52,6 +58,8 @@ class PagedConfig:
                 raise ValueError(f"num_blocks must be a positive int or None, got {self.num_blocks!r}")
         if self.memory_budget is not None:
             self.budget_bytes(available=1 << 62)
+        if not isinstance(self.max_packed_tokens, int) or self.max_packed_tokens < 1:
+            raise ValueError(f"max_packed_tokens must be a positive int, got {self.max_packed_tokens!r}")
         if self.kv_dtype not in _KV_DTYPES:
             raise ValueError(f"kv_dtype must be one of {_KV_DTYPES}, got {self.kv_dtype!r}")
         if self.backend not in _BACKENDS:

@@ -4,8 +4,9 @@ Nothing of `generate` is copied. Functions of this module are bound to the insta
 calls through `self`, so that a deep-copied model is patched for itself:
 
 - `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
-- `_prefill` computes a prompt once for all its beams or samples, then forks its rows;
-- `_get_stopping_criteria` learns which rows have stopped, so that they can give their blocks back.
+- `_prefill` computes what is not there yet, once (see `prefill`);
+- `_get_stopping_criteria` learns what was generated, to find it again, and which rows have stopped, so that they can
+  give their blocks back.
 """
 
 import copy
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from . import attention, compat
+from . import attention, compat, prefill
 from .cache import PagedCache
 from .config import PagedConfig
 from .pool import KVPool
@@ -27,18 +28,6 @@ from .stats import PagedStats
 ModelT = TypeVar("ModelT")
 
 _STATE = "_hf_paged"
-# Keywords of a prefill that a prompt may carry and still be computed once for all its copies.
-_KNOWN_KEYWORDS = {
-    "attention_mask",
-    "cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
 _REFUSED_TYPES = {"git": "it concatenates image features into the cache and counts tokens for itself"}
 _REFUSED_LAYERS = (
@@ -147,6 +136,11 @@ def patched(model: ModelT, config: PagedConfig | None = None, **options: Any) ->
             unpatch(model)
             patch(model, before.config)
             target.__dict__[_STATE].pool = target.__dict__["paged_pool"] = before.pool
+
+
+def pool_of(model: Any) -> KVPool:
+    """The pool of a patched model."""
+    return _state_of(_target(model)).pool
 
 
 def _target(model: Any) -> PreTrainedModel:
@@ -310,56 +304,42 @@ def _prefill(
         if length == input_ids.shape[1] <= past:
             # Everything is in the cache already: compute the last token again, as at least one must be.
             cache.crop(input_ids.shape[1] - 1 - past)
-    copies = call.copies
-    rows = input_ids.shape[0]
-    reason = None
-    if copies > 1 and state.config.prompt_once:
-        reason = _why_not_once(self, input_ids, generation_config, model_kwargs, copies, cache)
-        if reason is not None:
+
+    def compute(ids: torch.Tensor, keywords: dict[str, Any]) -> Any:
+        return library(self, ids, generation_config, keywords, *args, **kwargs)
+
+    reason = prefill.why_not_shared(self, input_ids, generation_config, model_kwargs, cache)
+    repeats = call.copies if state.config.prompt_once else 1
+    if reason is None and not past:
+        outputs = prefill.prefill(self, cache, input_ids, generation_config, model_kwargs, compute)
+    else:
+        known = cache.state.known
+        if reason is not None or not prefill.goes_on(self, input_ids, model_kwargs, cache):
+            known.clear()
+        if repeats > 1 and reason is None:
+            reason = _why_not_once(input_ids, model_kwargs, repeats, cache)
+        if repeats > 1 and reason is not None:
             state.pool.count_fallback(
                 f"the prompt is computed once per beam or sample: {reason}", cache.state.fallbacks
             )
-    if copies == 1 or not state.config.prompt_once or reason is not None:
-        outputs = library(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-    else:
-        distinct = {
-            name: entry[::copies]
-            if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows
-            else entry
-            for name, entry in model_kwargs.items()
-        }
-        outputs = library(self, input_ids[::copies], generation_config, distinct, *args, **kwargs)
-        cache.batch_repeat_interleave(copies)
-        outputs.logits = outputs.logits.repeat_interleave(copies, dim=0)
+        if repeats == 1 or reason is not None:
+            outputs = compute(input_ids, model_kwargs)
+        else:
+            outputs = compute(
+                input_ids[::repeats], prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
+            )
+            cache.batch_repeat_interleave(repeats)
+            outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
+        if known.identity is not None:
+            known.note(input_ids, input_ids.shape[1], known.real)
+            cache.state.remember()
     if call.owned and not self.config.is_encoder_decoder:
         cache.state.trusted = True  # from here on generate() appends ones to the mask, and the cache dies with the call
     return outputs
 
 
-def _why_not_once(
-    model: Any,
-    input_ids: torch.Tensor,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    copies: int,
-    cache: PagedCache,
-) -> str | None:
-    """Why a prompt cannot be computed once for its copies; None: it can."""
-    if model.config.is_encoder_decoder:
-        return "encoder-decoder models start from one decoder token"
-    if generation_config.output_hidden_states:
-        return "hidden states are asked for"
-    if hasattr(model, "_reorder_cache"):
-        return "the model reorders the cache itself"
-    unknown = sorted(
-        name
-        for name, entry in model_kwargs.items()
-        if name not in _KNOWN_KEYWORDS and entry is not None and not (isinstance(entry, dict) and not entry)
-    )
-    if unknown:
-        return f"the model is given {', '.join(unknown)}"
-    if any(not hasattr(layer, "batch_repeat_interleave") for layer in cache.other_layers):
-        return "some layers keep a recurrent state"
+def _why_not_once(input_ids: torch.Tensor, model_kwargs: dict[str, Any], copies: int, cache: PagedCache) -> str | None:
+    """Why what follows a filled cache cannot be computed once for its copies; None: it can."""
     rows = input_ids.shape[0]
     if rows % copies or cache.state.rows not in (None, rows // copies):
         return "the cache holds a row per copy already"
@@ -371,13 +351,24 @@ def _why_not_once(
 
 
 class _WatchedCriteria(StoppingCriteriaList):
-    """Stopping criteria that tell the cache which rows have stopped. Their answer is unchanged."""
+    """Stopping criteria that tell the cache what was generated and which rows have stopped. Their answer is unchanged.
+
+    Attributes:
+        call: the call.
+        frees: rows that have stopped give their blocks back.
+    """
 
     call: _Call
+    frees: bool
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         done = super().__call__(input_ids, scores, **kwargs)
         state = self.call.cache.state
+        known = state.known
+        if known.identity is not None and state.columns == input_ids.shape[1] - 1 and state.rows == input_ids.shape[0]:
+            known.note(input_ids, state.columns, known.real)
+        if not self.frees:
+            return done
         if isinstance(done, torch.Tensor) and state.rows == done.shape[0] and bool(done.any()):
             rows = done.nonzero().flatten().tolist()
             if len(rows) < done.shape[0]:
@@ -388,20 +379,19 @@ class _WatchedCriteria(StoppingCriteriaList):
 def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
     criteria = type(self)._get_stopping_criteria(self, generation_config, *args, **kwargs)
     call: _Call | None = getattr(generation_config, "_hf_paged_call", None)
+    if call is None or call.mode not in ("greedy_search", "sample"):
+        return criteria  # a beam's rows are candidates, and an assistant's tokens may be taken back
+    watched = _WatchedCriteria(criteria)
+    watched.call = call
     # Only where a stopped row's next tokens are pads whatever the model says: greedy or sampling, with an EOS
     # criterion.
-    if (
-        call is not None
-        and call.owned
-        and call.mode in ("greedy_search", "sample")
+    watched.frees = (
+        call.owned
         and _state_of(self).config.free_finished_rows
         and not self.config.is_encoder_decoder
         and any(hasattr(entry, "eos_token_id") for entry in criteria)
-    ):
-        watched = _WatchedCriteria(criteria)
-        watched.call = call
-        return watched
-    return criteria
+    )
+    return watched
 
 
 def _paged_stats(self: Any) -> PagedStats:

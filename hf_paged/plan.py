@@ -26,6 +26,8 @@ class GroupPlan:
         past: tokens of each row before this forward, [batch].
         new: tokens of each row stored by this forward, [batch].
         q_len: columns of this forward.
+        offsets: where one forward row carries the tokens of many rows, one behind the other ([1, total] instead of
+            [batch, columns], no pads): the first column of each row's tokens, [batch]; else None.
         copies: (source, target) blocks to copy before writing.
         live: whether a row still attends; a finished row does not and gets zeros, [batch].
         suffix: every row stores exactly its last `new[i]` columns: true but for pads on the right or in the middle.
@@ -49,6 +51,7 @@ class GroupPlan:
     suffix: bool
     first_column: int
     layout: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+    offsets: list[int] | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
     replay: Any = None
 
@@ -68,10 +71,46 @@ class GroupPlan:
                 start = max(start, self.past[row] - width + 1)
         return start
 
+    def shared_spans(self, rows: Sequence[int], least: int) -> list[tuple[list[int], int, int]]:
+        """Spans of positions that several rows hold in the same blocks: `(rows, begin, end)`.
+
+        For attention that reads a shared block once for all its rows. Derived from the tables alone, so it follows
+        beams as they fork. Nested: what all rows share comes first, then what some of these have in common behind it.
+        Rows that share `least` tokens share the block in which they become so many, so it is O(rows · runs).
+
+        Args:
+            rows: rows to group; none may have left position 0.
+            least: tokens below which a span is not worth it.
+        """
+        size = self.tables.block_size
+        tables = self.tables.rows
+        spans = []
+        waiting = [(list(rows), 0)]
+        while waiting:
+            together, begin = waiting.pop()
+            place = (begin + least - 1) // size
+            by_block: dict[int, list[int]] = {}
+            for row in together:
+                if len(tables[row].blocks) > place:
+                    by_block.setdefault(tables[row].blocks[place], []).append(row)
+            for group in by_block.values():
+                if len(group) > 1:
+                    end = min(tables[group[0]].common_blocks(tables[row]) for row in group[1:]) * size
+                    end = min(end, *(self.past[row] + self.new[row] for row in group))
+                    if end - begin >= least:
+                        spans.append((group, begin, end))
+                        waiting.append((group, end))
+        return spans
+
     def token_slots(self, row: int, begin: int, end: int) -> list[int]:
         """Slots of positions `begin .. end` of a row."""
         runs = self.tables.rows[row].token_runs(begin, end, self.tables.block_size)
         return [slot for first, count in runs for slot in range(first, first + count)]
+
+    def columns_of(self, row: int) -> tuple[int, int]:
+        """`(index, column)`: in which row of the forward's tensors, and from which column on, row `row` has its new
+        tokens. Not for plans with pads on the right or in the middle."""
+        return (row, self.q_len - self.new[row]) if self.offsets is None else (0, self.offsets[row])
 
     def write(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> None:
         """Copy blocks that are about to be written while shared, then put the new tokens into their slots.
@@ -87,13 +126,13 @@ class GroupPlan:
         if self.copies:
             store.copy_blocks(*self.copies_on(key.device))
         _, heads, q_len, _ = key.shape
-        if q_len >= 16 and self.suffix:
+        if self.offsets is not None or (q_len >= 16 and self.suffix):
             # Long runs: straight copies, no reordered temporary.
             for row, (past, new) in enumerate(zip(self.past, self.new, strict=True)):
-                column = q_len - new
+                source, column = self.columns_of(row)
                 for slot, count in self.tables.rows[row].token_runs(past, past + new, memory.block_size):
-                    memory.key_slots[:, slot : slot + count].copy_(key[row, :, column : column + count])
-                    memory.value_slots[:, slot : slot + count].copy_(value[row, :, column : column + count])
+                    memory.key_slots[:, slot : slot + count].copy_(key[source, :, column : column + count])
+                    memory.value_slots[:, slot : slot + count].copy_(value[source, :, column : column + count])
                     column += count
             return
         sources, targets = self.rows_on(key.device, heads, memory.num_slots)
@@ -157,26 +196,30 @@ class GroupPlan:
         return self.scratch["layout"]
 
     def attention_mask(self, row: int, begin: int, band: int | None, device: torch.device) -> torch.Tensor:
-        """Which positions `begin ..` of a row each column of this forward sees, [q_len, past + new - begin] bool.
+        """Which positions `begin ..` of a row each column of this forward sees, [q_len, past + new - begin] bool; in a
+        packed forward each of the row's own columns, [new, past + new - begin].
 
         The long way round, from columns: right for pads on every side. The query of a pad attends too; what is stored
         and what is asked are two things.
         """
         end = self.past[row] + self.new[row]
+        first_column, q_len = self.first_column, self.q_len
+        if self.offsets is not None:  # counted in the row's own positions
+            first_column, q_len = self.past[row], self.new[row]
         if self.suffix:
-            lead = self.first_column + self.q_len - end  # pads are all on the left here
+            lead = first_column + q_len - end  # pads are all on the left here
             key_columns = torch.arange(begin, end, device=device) + lead
             seen = torch.ones(end - begin, dtype=torch.bool, device=device)
         else:
             columns, real = self._layout()
             key_columns = columns[row][begin:end].to(device)
             seen = real[row][begin:end].to(device)
-        query_columns = torch.arange(self.first_column, self.first_column + self.q_len, device=device)[:, None]
+        query_columns = torch.arange(first_column, first_column + q_len, device=device)[:, None]
         mask = (key_columns[None, :] <= query_columns) & seen[None, :]
         if band is not None:
             mask &= key_columns[None, :] > query_columns - band
         if self.window is not None:
-            mask &= key_columns[None, :] > self.first_column - self.window
+            mask &= key_columns[None, :] > first_column - self.window
         return mask
 
 

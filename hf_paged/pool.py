@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import backends, compat
-from .blocks import BlockPool, RowTables
+from .blocks import BlockPool, PrefixIndex, RowTables
 from .config import PagedConfig
 from .stats import PagedStats
 from .store import LayerStore
@@ -68,13 +68,18 @@ class KVPool:
         for window, layers in by_window.items():
             self.group_of.update(dict.fromkeys(layers, len(self.groups)))
             self.groups.append(LayerGroup(window, layers, BlockPool(fixed or 0, max_blocks=fixed)))
+        self.index: PrefixIndex | None = None
+        if self.config.prefix_caching:
+            pools, windows = [group.blocks for group in self.groups], [group.window for group in self.groups]
+            self.index = PrefixIndex(pools, windows, self.config.block_size)
+        self.prefix_query_tokens = self.prefix_hit_tokens = 0
         self._sized = self.config.memory_budget is None
         self.stores: dict[int, LayerStore] = {}
         self.fallbacks: Counter[str] = Counter()
         self.scratch_bytes = 0
         self._lock = threading.RLock()
         self._depth = 0
-        self._orphans: deque[RowTables] = deque()
+        self._orphans: deque[tuple[list[RowTables], Any]] = deque()
         self._live: weakref.WeakSet = weakref.WeakSet()  # tables of living caches, for check() and stats()
 
     # -- locking ----------------------------------------------------------------------------------------------------
@@ -91,22 +96,29 @@ class KVPool:
             finally:
                 self._depth -= 1
 
-    def abandon(self, tables: list[RowTables]) -> None:
-        """Give back the blocks of a cache that is gone. Called by its finalizer, from any thread, at any moment:
+    def abandon(self, tables: list[RowTables], known: Any) -> None:
+        """Remember what a cache that is gone held, and give back its blocks.
 
-        also by the garbage collector in the middle of an operation on this pool, so it may have to wait its turn.
+        Called by the cache's finalizer, from any thread, at any moment: also by the garbage collector in the middle of
+        an operation on this pool, so it may have to wait its turn.
         """
-        self._orphans.extend(tables)
+        self._orphans.append((tables, known))
         if self._lock.acquire(blocking=False):
             try:
                 if self._depth == 0:
-                    self._release_orphans()
+                    with self.locked():
+                        pass
             finally:
                 self._lock.release()
 
     def _release_orphans(self) -> None:
         while self._orphans:
-            self._orphans.popleft().release_all()
+            tables, known = self._orphans.popleft()
+            try:
+                self.remember(tables, known)
+            finally:
+                for entry in tables:
+                    entry.release_all()
 
     def new_tables(self) -> list[RowTables]:
         """Empty block tables for a new cache, one per layer group."""
@@ -115,6 +127,36 @@ class KVPool:
     def register(self, tables: list[RowTables]) -> list[RowTables]:
         self._live.update(tables)
         return tables
+
+    # -- prefixes ---------------------------------------------------------------------------------------------------
+
+    def remember(self, tables: list[RowTables], known: Any, rows: Iterable[int] | None = None) -> None:
+        """Let the prefix index know what rows of a cache hold.
+
+        Args:
+            tables: the cache's tables, one per layer group.
+            known: its `KnownTokens`.
+            rows: which rows; None: all.
+        """
+        if self.index is None or known.identity is None:
+            return
+        with self.locked():
+            for row in range(len(tables[0].rows)) if rows is None else rows:
+                tokens = known.row(row)
+                held = min(len(tokens), *(entry.rows[row].length for entry in tables))
+                if known.torn:  # the last, partly filled block may be a copy that not every layer has made
+                    held -= held % self.config.block_size
+                self.index.insert(known.identity, tokens[:held], [entry.rows[row] for entry in tables])
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Blocks that a living cache holds stay its own; all others are free at once.
+
+        Weights that were changed behind PyTorch's back (through `tensor.data` in place, or from outside Python) need
+        this call; an optimizer step, `load_state_dict` and a switched or merged adapter are noticed without.
+        """
+        if self.index is not None:
+            with self.locked():
+                self.index.reset()
 
     # -- stores -----------------------------------------------------------------------------------------------------
 
@@ -134,6 +176,8 @@ class KVPool:
             with self.locked():
                 if not any(group.blocks.used_blocks for group in self.groups):
                     self.stores.clear()
+                    if self.index is not None:
+                        self.index.reset()
                     for group in self.groups:
                         group.blocks.forget()
         if not self._sized:
@@ -205,6 +249,7 @@ class KVPool:
         with self.locked():
             size = self.config.block_size
             stats = PagedStats(block_size=size, fallbacks=dict(self.fallbacks), scratch_bytes=self.scratch_bytes)
+            stats.prefix_query_tokens, stats.prefix_hit_tokens = self.prefix_query_tokens, self.prefix_hit_tokens
             chosen = list(self._live) if tables is None else [entry for group in tables for entry in group]
             filled = slots = 0
             for group in self.groups:
@@ -239,7 +284,10 @@ class KVPool:
                 entries = [entry for entry in self._live if entry.pool is group.blocks]
                 for entry in entries:
                     entry.check()
-                group.blocks.check([row.blocks for entry in entries for row in entry.rows])
+                tables = [row.blocks for entry in entries for row in entry.rows]
+                group.blocks.check([*tables, *(entry.lent for entry in entries)])
+            if self.index is not None:
+                self.index.check()
 
     def __deepcopy__(self, memo: dict) -> "KVPool":
         # A copied model gets a pool of its own: a pool's content belongs to the caches that hold it.

@@ -3,9 +3,10 @@
 Held by the cache and by its layers. When the last of them is gone, the blocks go back to the pool.
 """
 
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +21,53 @@ class UnknownPadding:
 
 
 UNKNOWN_PADDING = UnknownPadding()
+
+
+class KnownTokens:
+    """The token ids behind a cache's columns, as far as they are known. Outlives the cache: the prefix index is told.
+
+    Attributes:
+        identity: what else the keys and values depend on; None: nothing is known.
+        ids: [rows, n] int64, n at least `columns`.
+        columns: columns that are known and whose keys and values are written in every layer.
+        real: [rows, m] bool on the CPU: which of the first m columns are tokens; later ones all are. None: all.
+        torn: a forward has begun since, and may not have come to its end.
+    """
+
+    def __init__(self) -> None:
+        self.torn = False
+        self.clear()
+
+    def clear(self) -> None:
+        self.identity: Hashable = None
+        self.ids: torch.Tensor | None = None
+        self.columns = 0
+        self.real: torch.Tensor | None = None
+
+    def note(self, ids: torch.Tensor, columns: int, real: torch.Tensor | None) -> None:
+        self.ids, self.columns, self.real = ids, columns, real
+        self.torn = False
+
+    def select(self, indices: Sequence[int]) -> None:
+        if self.ids is not None:
+            self.ids = self.ids[list(indices)]
+        if self.real is not None:
+            self.real = self.real[list(indices)]
+
+    def row(self, index: int) -> list[int]:
+        """The tokens of a row, pads left out."""
+        if self.identity is None or self.ids is None:
+            return []
+        ids = self.ids[index, : self.columns]
+        if self.real is not None:
+            shown = self.real[index, : self.columns]
+            later = torch.ones(len(ids) - len(shown), dtype=torch.bool)
+            ids = ids[torch.cat([shown, later]).to(ids.device)]
+        return ids.tolist()
+
+    def copy_from(self, other: "KnownTokens") -> None:
+        self.identity = other.identity
+        self.ids, self.columns, self.real, self.torn = other.ids, other.columns, other.real, other.torn
 
 
 class CacheState:
@@ -38,15 +86,19 @@ class CacheState:
         writes: layers that have written in `step`.
         blind: a forward whose mask was not known has stored all its columns, pads too.
         trusted: the caller only appends real tokens from now on, so masks need no look on the host.
+        known: the token ids, as far as they are known.
+        packed: the next forward carries these many tokens of each row, one row behind the other; None: a column each.
     """
 
     def __init__(self, pool: KVPool):
         self.pool = pool
         self.tables = pool.new_tables()
+        self.windows = [group.window for group in pool.groups]
         self.fallbacks: Counter[str] = Counter()
         self.expected_columns: int | None = None
         self.recording = False
-        self._finalizer = weakref.finalize(self, pool.abandon, self.tables)
+        self.known = KnownTokens()
+        self._finalizer = weakref.finalize(self, pool.abandon, self.tables, self.known)
         self._finalizer.atexit = False
         self._clear()
 
@@ -61,11 +113,25 @@ class CacheState:
         self.step: StepPlan | None = None
         self.writes = 0
         self.blind = False
+        self.packed: list[int] | None = None
+        self.known.clear()
 
     @property
     def in_mid_forward(self) -> bool:
         """Some layers have written in this step and some have not."""
         return self.step is not None and self.writes < len(self.pool.group_of)
+
+    def wrote(self) -> None:
+        """A layer has written its part of the step."""
+        self.writes += 1
+        if self.writes == len(self.pool.group_of):
+            self._return_lent()
+
+    def _return_lent(self) -> None:
+        if any(tables.lent for tables in self.tables):
+            with self.pool.locked():
+                for tables in self.tables:
+                    tables.return_lent()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -85,36 +151,56 @@ class CacheState:
             ValueError: if the batch or the mask does not fit what the cache holds.
         """
         batch, _, q_len, _ = key.shape
-        if self.rows is not None and batch != self.rows:
+        packed, self.packed = self.packed, None
+        if packed is not None and (batch != 1 or q_len != sum(packed)):
+            raise ValueError(f"expected a packed forward of [1, {sum(packed)}] tokens, got [{batch}, {q_len}]")
+        if packed is None and self.rows is not None and batch != self.rows:
             raise ValueError(
                 f"the cache holds {self.rows} rows, but this forward has {batch}. Before generating with several "
                 "beams or samples from a filled cache, call cache.batch_repeat_interleave(n); for other rows use "
                 "a new PagedCache."
             )
-        new_real, hides = self._read_padding(padding, batch, q_len)
+        new_real, hides = (None, False) if packed is not None else self._read_padding(padding, batch, q_len)
         with self.pool.locked():
+            self._return_lent()
             self.pool.adopt(layer, key, value)
             first = self.rows is None
             if first:
-                self.finished = [False] * batch
-                self.lead = [0] * batch
-                for tables in self.tables:
-                    tables.add_rows(batch)
+                self.open(batch)
             try:
-                step = self._plan(batch, q_len, new_real)
+                step = self._plan(q_len, new_real, packed)
             except BaseException:
                 if first:
                     for tables in self.tables:
                         tables.release_all()
                     self._clear()
                 raise
-            self.rows = batch
         step.hides = hides
+        self.known.torn = True
         self.columns += q_len
         self.step = step
         self.writes = 0
-        self.blind |= isinstance(padding, UnknownPadding) and not self.trusted
+        if isinstance(padding, UnknownPadding) and not self.trusted:
+            self.blind = True
+            self.known.clear()
         return step
+
+    def open(self, rows: int) -> None:
+        """Begin with empty rows."""
+        assert self.rows is None
+        with self.pool.locked():
+            self.rows = rows
+            self.finished = [False] * rows
+            self.lead = [0] * rows
+            for tables in self.tables:
+                tables.add_rows(rows)
+
+    def copy_prefix(self, source: int, targets: Sequence[int]) -> None:
+        """Let rows begin with all that row `source` holds, instead of what they hold."""
+        with self.pool.locked():
+            for tables in self.tables:
+                for target in targets:
+                    tables.replace(target, source)
 
     def _read_padding(
         self, padding: torch.Tensor | UnknownPadding | None, batch: int, q_len: int
@@ -166,10 +252,10 @@ class CacheState:
         stored = self._real_columns(self.columns)
         return bool(stored[:, shown.shape[1] :].any()) or bool((stored[:, : shown.shape[1]] & ~shown).any())
 
-    def _plan(self, batch: int, q_len: int, new_real: torch.Tensor | None) -> StepPlan:
+    def _plan(self, q_len: int, new_real: torch.Tensor | None, packed: list[int] | None) -> StepPlan:
         past_columns = self.columns
         if new_real is None:
-            counts = [q_len] * batch
+            counts = [q_len] * len(self.lead) if packed is None else packed
             suffix = not self.inner_pads
             lead, real, inner = self.lead, self.real, self.inner_pads
         else:
@@ -185,8 +271,8 @@ class CacheState:
         counts = [count if alive else 0 for count, alive in zip(counts, live, strict=True)]
 
         wanted = []  # per group, new entries per row
-        for tables in self.tables:
-            if inner and self._window(tables) is not None:
+        for tables, window in zip(self.tables, self.windows, strict=True):
+            if inner and window is not None:
                 wanted.append(
                     [
                         past_columns + q_len - first - row.length if alive else 0
@@ -195,20 +281,22 @@ class CacheState:
                 )
             else:
                 wanted.append(counts)
-        for tables, entries in zip(self.tables, wanted, strict=True):
-            self._leave_window(tables)
+        for tables, window, entries in zip(self.tables, self.windows, wanted, strict=True):
+            self._leave_window(tables, window)
             tables.pool.require(tables.blocks_needed(entries))
         past = [[row.length for row in tables.rows] for tables in self.tables]
         copies = [
-            tables.append(entries, self._spread(tables, entries))
-            for tables, entries in zip(self.tables, wanted, strict=True)
+            tables.append(entries, 0 if window is not None else self._spread(tables, entries), lend=True)
+            for tables, window, entries in zip(self.tables, self.windows, wanted, strict=True)
         ]
         self.lead, self.real, self.inner_pads = list(lead), real, inner
+        if inner:
+            self.known.clear()  # the library's windows count the pads, so the keys depend on them
         plans = []
-        for tables, entries, before, pairs in zip(self.tables, wanted, past, copies, strict=True):
+        for tables, window, entries, before, pairs in zip(self.tables, self.windows, wanted, past, copies, strict=True):
             plan = GroupPlan(
                 tables=tables,
-                window=self._window(tables),
+                window=window,
                 num_blocks=tables.pool.num_blocks,
                 past=before,
                 new=entries,
@@ -217,6 +305,7 @@ class CacheState:
                 live=live,
                 suffix=suffix,
                 first_column=past_columns,
+                offsets=None if packed is None else list(itertools.accumulate(packed[:-1], initial=0)),
             )
             if not suffix:
                 columns = self._real_columns(past_columns + q_len)
@@ -226,12 +315,8 @@ class CacheState:
             plans.append(plan)
         return StepPlan(plans, q_len, past_columns + q_len)
 
-    def _window(self, tables: RowTables) -> int | None:
-        return self.pool.groups[next(i for i, entry in enumerate(self.tables) if entry is tables)].window
-
-    def _leave_window(self, tables: RowTables) -> None:
+    def _leave_window(self, tables: RowTables, window: int | None) -> None:
         """Give back the blocks of a sliding group that no later query sees."""
-        window = self._window(tables)
         if window is None or self.recording:
             return
         for index, row in enumerate(tables.rows):
@@ -240,13 +325,13 @@ class CacheState:
     def _spread(self, tables: RowTables, entries: list[int]) -> int:
         """Blocks to leave free behind each row's new blocks, for the row to grow into: as many as the caller may still
         need, but no more than an eighth of what the row holds, or 8."""
-        if sum(1 for count in entries if count) < 2 or self._window(tables) is not None:
+        if sum(1 for count in entries if count) < 2:
             return 0
         size = self.pool.config.block_size
         longest = max(row.length + count for row, count in zip(tables.rows, entries, strict=True))
         if self.expected_columns is None:
             return longest // size // 16
-        left = self.expected_columns - self.columns - max(entries)
+        left = self.expected_columns - longest
         return min(-(-max(left, 0) // size), max(longest // size // 8, 8))
 
     def _real_columns(self, columns: int) -> torch.Tensor:
@@ -282,6 +367,7 @@ class CacheState:
 
     def _follow(self, indices: Sequence[int]) -> None:
         self.rows = len(indices)
+        self.known.select(indices)
         self.lead = [self.lead[index] for index in indices]
         self.finished = [self.finished[index] for index in indices]
         if self.real is not None:
@@ -305,19 +391,18 @@ class CacheState:
                 )
         real = self._real_columns(self.columns)
         with self.pool.locked():
-            for tables in self.tables:
-                windowed = self._window(tables) is not None and self.inner_pads
+            for tables, window in zip(self.tables, self.windows, strict=True):
+                windowed = window is not None and self.inner_pads
                 for index, row in enumerate(tables.rows):
                     if self.finished[index]:
                         continue
                     lost = self.columns - max(keep, self.lead[index]) if windowed else int(real[index, keep:].sum())
                     tables.crop(index, max(row.length - lost, 0))
-                if self.recording:
-                    window = self._window(tables)
-                    if window is not None:
-                        for index, row in enumerate(tables.rows):
-                            tables.drop_before(index, row.length - window + 1)
+                if self.recording and window is not None:
+                    for index, row in enumerate(tables.rows):
+                        tables.drop_before(index, row.length - window + 1)
         self.columns = keep
+        self.known.columns = min(self.known.columns, keep)
         if self.real is not None:
             self.real = self.real[:, :keep]
             self.lead = [min(lead, keep) for lead in self.lead]
@@ -334,15 +419,21 @@ class CacheState:
     def finish_rows(self, rows: Sequence[int]) -> None:
         """Give back the blocks of rows that have stopped; they take no more tokens and attend to nothing."""
         with self.pool.locked():
+            self.remember(row for row in rows if not self.finished[row])
             for row in rows:
                 if not self.finished[row]:
                     self.finished[row] = True
                     for tables in self.tables:
                         tables.release_row(row)
 
+    def remember(self, rows: Iterable[int] | None = None) -> None:
+        """Tell the prefix index what the rows (all of them by default) hold."""
+        self.pool.remember(self.tables, self.known, rows)
+
     def reset(self) -> None:
         """Give back every block and start anew."""
         with self.pool.locked():
+            self.remember()
             for tables in self.tables:
                 tables.release_all()
         self._clear()
@@ -350,6 +441,7 @@ class CacheState:
     def fork(self) -> "CacheState":
         """The same content again, sharing every block."""
         other = CacheState(self.pool)
+        other.known.copy_from(self.known)
         with self.pool.locked():
             other.tables[:] = self.pool.register([tables.fork() for tables in self.tables])
         other.columns, other.rows, other.lead = self.columns, self.rows, list(self.lead)
@@ -366,7 +458,7 @@ class CacheState:
         rows = self.rows or 0
         slots = torch.zeros(rows, last - first, dtype=torch.int64)
         real = self._real_columns(last)
-        windowed = self._window(tables) is not None
+        windowed = self.windows[group] is not None
         for index, row in enumerate(tables.rows):
             if not row.blocks:
                 continue
@@ -387,12 +479,12 @@ class CacheState:
         if self.rows is None:
             return
         real = self._real_columns(self.columns).sum(1).tolist()
-        for tables in self.tables:
+        for tables, window in zip(self.tables, self.windows, strict=True):
             assert len(tables.rows) == self.rows == len(self.lead) == len(self.finished)
             for index, row in enumerate(tables.rows):
                 if self.finished[index]:
                     assert not row.blocks, f"finished row {index} holds blocks"
-                elif not (self._window(tables) is not None and self.inner_pads):
+                elif window is None or not self.inner_pads:
                     assert row.length == real[index], f"row {index} has {row.length} tokens, its mask {real[index]}"
 
 

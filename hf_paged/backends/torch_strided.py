@@ -44,7 +44,7 @@ def attend(
     call: AttentionCall,
 ) -> torch.Tensor:
     """See `hf_paged.backends`."""
-    if query.shape[2] == 1 and (plan.suffix or (plan.window is None and call.band is None)):
+    if query.shape[2] == 1 and plan.offsets is None and (plan.suffix or (plan.window is None and call.band is None)):
         return _decode(query, memory, plan, call)
     return _extend(query, key, value, memory, plan, call)
 
@@ -331,22 +331,10 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
     used = [0] * plan.batch  # merge layers used per row
     gathered = 0
 
-    # Leading blocks that rows share. Rows that share a long prefix share the block in which it becomes a long one.
-    by_block: dict[int, list[int]] = {}
-    place = (LONG_PREFIX - 1) // size
-    for row in active:
-        if starts[row] == 0 and len(tables[row].blocks) > place:
-            by_block.setdefault(tables[row].blocks[place], []).append(row)
-    for rows in by_block.values():
-        if len(rows) < 2:
-            continue
-        common = min(tables[rows[0]].common_blocks(tables[row]) for row in rows[1:]) * size
-        common = min(common, *(ends[row] for row in rows))
-        if common < LONG_PREFIX:
-            continue
+    for rows, first, last in plan.shared_spans([row for row in active if starts[row] == 0], LONG_PREFIX):
         scattered: list[int] = []
-        for slot, count in tables[rows[0]].token_runs(0, common, size):
-            if count >= LONG_RUN or (not scattered and count == common):
+        for slot, count in tables[rows[0]].token_runs(first, last, size):
+            if count >= LONG_RUN or (not scattered and count == last - first):
                 parts = 2 if count >= 2 * LONG_RUN and count % 2 == 0 and torch.get_num_threads() > 1 else 1
                 pieces.append(
                     _Piece(
@@ -368,7 +356,7 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
             )
             gathered += len(scattered)
         for row in rows:
-            starts[row] = common
+            starts[row] = last
 
     # What each row has for itself.
     spans = {row: tables[row].token_runs(starts[row], ends[row], size) for row in active}
@@ -462,16 +450,20 @@ def _extend(
     plan: GroupPlan,
     call: AttentionCall,
 ) -> torch.Tensor:
-    """Several queries a row, with any past; or pads on the right or in the middle. Row by row."""
+    """Several queries a row, with any past; pads on the right or in the middle; packed rows. Row by row."""
     batch, num_heads, q_len, key_dim = query.shape
-    kv_heads = memory.key_slots.shape[0]
-    value_dim = memory.value_slots.shape[2]
+    kv_heads, value_dim = memory.kv_heads, memory.value_dim
     out = query.new_empty(batch, q_len, num_heads, value_dim)
     scratch = 0
-    for row in range(batch):
+    for row in range(plan.batch):
         past, new = plan.past[row], plan.new[row]
+        if plan.offsets is None:
+            index, columns = row, slice(None)
+        else:  # only its own columns are the row's
+            index, columns = 0, slice(plan.offsets[row], plan.offsets[row] + new)
+        mine, into = query[index, :, columns], out[index, columns]
         if not plan.live[row] or past + new == 0:
-            out[row].zero_()
+            into.zero_()
             continue
         table = plan.tables.rows[row]
         begin = max(plan.visible_from(row, call.band), table.start)
@@ -479,18 +471,19 @@ def _extend(
         if not plan.suffix:
             begin = max(table.start, plan.visible_from(row, None)) if plan.window is not None else table.start
         if not plan.suffix or bounded:
-            _masked_row(query[row], memory, plan, call, row, begin, out[row])
+            _masked_row(mine, memory, plan, call, row, begin, into)
             scratch = max(scratch, past + new - begin)
             continue
-        if new < q_len:
-            out[row, : q_len - new].zero_()
+        pads = mine.shape[1] - new
+        if pads:
+            into[:pads].zero_()
         if new == 0:
             continue
-        tile = query[row, :, q_len - new :]
+        tile = mine[:, pads:]
         if key is None or value is None:
             own_keys, own_values = _stored(memory, plan, row, past, past + new)
         else:
-            own_keys, own_values = key[row, :, q_len - new :], value[row, :, q_len - new :]
+            own_keys, own_values = key[index, :, columns][:, pads:], value[index, :, columns][:, pads:]
         fresh = _causal_row(tile, own_keys, own_values, call)
         results = [fresh]
         if past > begin:
@@ -510,7 +503,7 @@ def _extend(
                 results.append((piece.view(num_heads, new, -1), lse.reshape(num_heads, new)))
         merged, total = _merge(results)
         sinks = None if call.sinks is None else call.sinks.view(-1, 1)
-        out[row, q_len - new :] = _add_sinks(merged, total, sinks).transpose(0, 1).to(out.dtype)
+        into[pads:] = _add_sinks(merged, total, sinks).transpose(0, 1).to(out.dtype)
     plan.scratch["bytes"] = max(
         plan.scratch.get("bytes", 0), scratch * kv_heads * (key_dim + value_dim) * query.element_size()
     )
@@ -591,7 +584,7 @@ def _masked_row(
     """One row with an explicit mask: a window that binds in the middle of the queries, or pads on any side.
 
     Args:
-        query: [num_heads, q_len, key_dim]
+        query: [num_heads, q_len, key_dim], the row's own queries
         begin: first position any query may see
         out: [q_len, num_heads, value_dim], filled
     """

@@ -71,6 +71,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict()
         self._free_map = bytearray(b"\0")  # 1 where the id is free: lets a run be found at C speed
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self._promised: dict[int, int] = {}  # by id: leading slots whose content somebody counts on
         self.grow(num_blocks)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
@@ -197,6 +198,7 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(block)
         del self._cached[block]
+        self._promised.pop(block, None)
         self.evictions += 1
         self._set_free(block)
         return block
@@ -255,6 +257,7 @@ class BlockPool:
         Args:
             blocks: ids to release; naming one twice drops two references.
             keep: blocks that reach 0 stay findable as cached blocks until they are reused, least recently freed first.
+                Promised blocks do so in any case.
 
         Raises:
             ValueError: for a block that holds no such reference (double release) or is unknown; nothing is released.
@@ -275,7 +278,7 @@ class BlockPool:
             if left == 1:
                 self.shared_blocks -= 1
             elif left == 0:
-                if keep:
+                if keep or block in self._promised:
                     self._cached[block] = None
                 else:
                     self._set_free(block)
@@ -292,6 +295,30 @@ class BlockPool:
             if block not in self._cached:
                 raise ValueError(f"block {block} is not cached")
         for block in blocks:
+            del self._cached[block]
+            self._promised.pop(block, None)
+            self._set_free(block)
+
+    # -- promises ---------------------------------------------------------------------------------------------------
+
+    def promise(self, block: int, filled: int) -> None:
+        """Keep the first `filled` slots of a used or cached block as they are, and the block findable when released.
+
+        Raises:
+            ValueError: for a block that is free or unknown.
+        """
+        self._known(block)
+        if block in self._free:
+            raise ValueError(f"block {block} is free: it has no content to promise")
+        self._promised[block] = filled
+
+    def promised(self, block: int) -> int:
+        """Leading slots of a block that must not be written to, whoever holds it."""
+        return self._promised.get(block, 0)
+
+    def withdraw(self, block: int) -> None:
+        """Take a promise back; the block is free at once if nobody holds it."""
+        if self._promised.pop(block, None) is not None and block in self._cached:
             del self._cached[block]
             self._set_free(block)
 
@@ -312,6 +339,7 @@ class BlockPool:
             states = (block in self._free) + (block in self._cached) + (self._references[block] > 0)
             assert states == 1, f"block {block} is in {states} states"
             assert bool(self._free_map[block]) == (block in self._free), f"free map of block {block}"
+        assert not self._promised.keys() & self._free.keys(), "a free block is promised"
         assert self.shared_blocks == sum(count > 1 for count in self._references)
         assert self.max_blocks is None or self.num_blocks <= self.max_blocks
         if tables is not None:

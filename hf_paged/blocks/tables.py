@@ -127,6 +127,7 @@ class RowTables:
         self.pool = pool
         self.block_size = block_size
         self.rows: list[BlockTable] = []
+        self.lent: list[int] = []  # sources of copies that may not have been made yet, still held
         self.cow_copies = 0
 
     # -- growing ----------------------------------------------------------------------------------------------------
@@ -144,7 +145,8 @@ class RowTables:
     def _writers_of_shared_blocks(self, counts: Sequence[int]) -> list[int]:
         """Rows that must copy their partly filled last block before they write to it.
 
-        Of the rows that share one such block all copy, except one if no other holder is left.
+        Of the rows that share one such block all copy, except one if no other holder is left. Where the pool has
+        promised the slots they would write to, all copy.
         """
         seen: dict[int, int] = {}
         writers = []
@@ -152,17 +154,18 @@ class RowTables:
             if count and row.length % self.block_size and row.blocks:
                 block = row.blocks[-1]
                 references = self.pool.reference_count(block) - seen.get(block, 0)
-                if references > 1:
+                if references > 1 or row.length % self.block_size < self.pool.promised(block):
                     seen[block] = seen.get(block, 0) + 1
                     writers.append(index)
         return writers
 
-    def append(self, counts: Sequence[int], spread: int = 0) -> list[tuple[int, int]]:
+    def append(self, counts: Sequence[int], spread: int = 0, lend: bool = False) -> list[tuple[int, int]]:
         """Make room for `counts[i]` new tokens in row i, all rows or none.
 
         Args:
             counts: new tokens, per row; 0 leaves a row alone.
             spread: see `BlockPool.allocate_rows`.
+            lend: hold the sources of copies until `return_lent`, so that nobody else writes to them before.
 
         Returns:
             `(source, target)` block ids to copy before the new tokens are written.
@@ -191,7 +194,10 @@ class RowTables:
             if index in is_writer:
                 source = row.pop_back(1)[0]
                 copies.append((source, blocks[0]))
-                self.pool.release([source])
+                if lend:
+                    self.lent.append(source)
+                else:
+                    self.pool.release([source])
             row.extend(blocks)
         for row, count in zip(self.rows, counts, strict=True):
             row.length += count
@@ -199,8 +205,29 @@ class RowTables:
         self.pool.cow_copies += len(copies)
         return copies
 
+    def return_lent(self) -> None:
+        """The copies that `append(lend=True)` asked for are made."""
+        lent, self.lent = self.lent, []
+        self.pool.release(lent)
+
     def add_rows(self, count: int) -> None:
         self.rows.extend(BlockTable() for _ in range(count))
+
+    def adopt(self, row: int, blocks: Sequence[int], start: int, length: int) -> None:
+        """Let an empty row begin with blocks that are there already; they are shared, not copied.
+
+        Args:
+            row: the row.
+            blocks: used or cached blocks that hold positions `start .. length`.
+            start: position of the first slot of `blocks[0]`, a multiple of the block size.
+            length: tokens the row has then.
+        """
+        table = self.rows[row]
+        if table.blocks or table.length:
+            raise ValueError(f"row {row} is not empty")
+        self.pool.share(blocks)
+        table.extend(blocks)
+        table.start, table.length = start, length
 
     # -- batch operations -------------------------------------------------------------------------------------------
 
@@ -236,6 +263,12 @@ class RowTables:
         for blocks in releases:
             self.pool.release(blocks)
         self.rows = new
+
+    def replace(self, row: int, source: int) -> None:
+        """Row `row` becomes a copy of row `source`."""
+        self.pool.share(self.rows[source].blocks)
+        self.pool.release(self.rows[row].blocks)
+        self.rows[row] = self.rows[source].copy()
 
     def repeat_interleave(self, repeats: int) -> None:
         """Row i becomes rows `i * repeats .. (i + 1) * repeats`, all sharing its blocks."""
@@ -285,6 +318,7 @@ class RowTables:
         self.rows[row] = BlockTable()
 
     def release_all(self) -> None:
+        self.return_lent()
         for row in self.rows:
             self.pool.release(row.blocks)
         self.rows = []

@@ -13,225 +13,59 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
-import hf_paged
-
 from .. import attention, compat
 from ..cache import PagedCache
-from .measure import PeakMemory, UsageError, Watch, dense_bytes, megabytes, spread, versions
-from .prompts import long_prompt, ragged_prompts
-from .real_model import load_real_model
-
-Entry = dict[str, Any]
-NEW_TOKENS = 64
-RAGGED = [16, 40, 100, 180, 320, 600, 840, 1024]
+from .bench_sharing import SHARING_CASES
+from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, time_generate, time_steps
+from .measure import UsageError, dense_bytes, megabytes, versions
+from .prompts import ragged_prompts
 
 
-class _Bench:
-    """The loaded model and how often to repeat."""
-
-    def __init__(self, repeat: int):
-        self.repeat = repeat
-        self.model, self.tokenizer = load_real_model(progress=_say)
-
-    def prompt(self, tokens: int) -> dict[str, torch.Tensor]:
-        ids = long_prompt(self.tokenizer, tokens)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _say(text: str) -> None:
-    print(f"  {text}", flush=True)
-
-
-def _rotated(kinds: dict[str, Any], round_: int) -> list[str]:
-    """The kinds in an order that starts with another one each round, so that none always follows the same other."""
-    names = list(kinds)
-    first = round_ % len(names)
-    return names[first:] + names[:first]
-
-
-# -- whole calls of generate() ----------------------------------------------------------------------------------------
-
-
-def _generate(bench: _Bench, name: str, inputs: dict[str, torch.Tensor], **options: Any) -> list[Entry]:
-    """Time generate() with both of the library's caches and with ours, in turn."""
-    model = bench.model
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, **options}
-    kinds: dict[str, dict[str, Any]] = {
-        "DynamicCache": {},
-        "StaticCache": {"cache_implementation": "static"},
-        "hf_paged": {},
-    }
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    ids: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
-    kv_bytes: dict[str, int] = dict.fromkeys(kinds, 0)
-    rss: dict[str, int | None] = dict.fromkeys(kinds)
-    extra: Entry = {}
-    for round_ in range(bench.repeat):
-        for kind in _rotated(kinds, round_):
-            more = kinds[kind]
-            if kind == "hf_paged":
-                hf_paged.patch(model)
-            gc.collect()
-            torch.manual_seed(0)
-            try:
-                with PeakMemory() as memory, Watch(model, NEW_TOKENS) as watch:
-                    start = time.perf_counter()
-                    ids[kind].append(model.generate(**inputs, **options, **more))
-                    times[kind].append(time.perf_counter() - start)
-                kv_bytes[kind] = watch.kv_bytes
-                if kind == "hf_paged":
-                    first, final, after = watch.first, watch.final, model.paged_stats()
-                    assert first is not None and final is not None
-                    kv_bytes[kind] = after.bytes_allocated + after.scratch_bytes
-                    extra = {
-                        "block_size": final.block_size,
-                        "prompt_blocks": first.used_blocks,
-                        "peak_used_blocks": after.peak_used_blocks,
-                        "slots_wasted": round(1 - final.utilization, 4),
-                        "fallbacks": after.fallbacks,
-                    }
-            finally:
-                hf_paged.unpatch(model)
-            rss[kind] = max(rss[kind] or 0, memory.peak) if memory.peak is not None else None
-        _say(f"{name} {round_ + 1}/{bench.repeat}: " + ", ".join(f"{k} {times[k][-1]:.2f} s" for k in kinds))
-    ours = ids["hf_paged"]
-    entries = []
-    for kind in ("DynamicCache", "StaticCache"):
-        same = all(
-            mine.shape == other.shape and bool((mine == other).all())
-            for mine, other in zip(ours, ids[kind], strict=True)
-        )
-        entries.append(
-            _entry(name, kind, times[kind], times["hf_paged"], same, kv_bytes[kind], kv_bytes["hf_paged"])
-            | extra
-            | {"baseline_peak_rss": rss[kind], "ours_peak_rss": rss["hf_paged"]}
-        )
-    return entries
-
-
-def _entry(
-    case: str,
-    baseline: str,
-    theirs: list[float],
-    ours: list[float],
-    identical: bool,
-    baseline_bytes: int | None,
-    our_bytes: int | None,
-) -> Entry:
-    their, their_low, their_high = spread(theirs)
-    our, our_low, our_high = spread(ours)
-    ratio, ratio_low, ratio_high = spread([a / b for a, b in zip(theirs, ours, strict=True)])
-    return {
-        "case": case,
-        "dtype": "float32",
-        "baseline": baseline,
-        "baseline_seconds": their,
-        "ours_seconds": our,
-        "ratio": their / our,
-        "identical": identical,
-        "baseline_kv_bytes": baseline_bytes,
-        "ours_kv_bytes": our_bytes,
-        "repetitions": len(ours),
-        "baseline_quartiles": [their_low, their_high],
-        "ours_quartiles": [our_low, our_high],
-        "pairwise_ratio": ratio,
-        "pairwise_ratio_quartiles": [ratio_low, ratio_high],
-    }
-
-
-def beams4(bench: _Bench) -> list[Entry]:
+def beams4(bench: Bench) -> list[Entry]:
     """4 beams, a prompt of 1,500 tokens, 64 new: generate() from end to end"""
-    return _generate(bench, "beams4", bench.prompt(1500), num_beams=4, do_sample=False)
+    return time_generate(bench, "beams4", bench.prompt(1500), num_beams=4, do_sample=False)
 
 
-def samples8(bench: _Bench) -> list[Entry]:
+def samples8(bench: Bench) -> list[Entry]:
     """8 samples of a prompt of 1,500 tokens, 64 new: generate() from end to end"""
-    return _generate(bench, "samples8", bench.prompt(1500), num_return_sequences=8, do_sample=True, temperature=0.8)
+    return time_generate(bench, "samples8", bench.prompt(1500), num_return_sequences=8, do_sample=True, temperature=0.8)
 
 
-def ragged8(bench: _Bench) -> list[Entry]:
+def ragged8(bench: Bench) -> list[Entry]:
     """a left-padded batch of 8, lengths 16 … 1,024, 64 new: generate() from end to end"""
     ids, mask = ragged_prompts(bench.tokenizer, RAGGED)
-    return _generate(bench, "ragged8", {"input_ids": ids, "attention_mask": mask}, do_sample=False)
+    return time_generate(bench, "ragged8", {"input_ids": ids, "attention_mask": mask}, do_sample=False)
 
 
-def greedy100(bench: _Bench) -> list[Entry]:
+def greedy100(bench: Bench) -> list[Entry]:
     """greedy, 1 row, a prompt of 100 tokens, 64 new: generate() from end to end"""
-    return _generate(bench, "greedy100", bench.prompt(100), do_sample=False)
+    return time_generate(bench, "greedy100", bench.prompt(100), do_sample=False)
 
 
-def greedy1500(bench: _Bench) -> list[Entry]:
+def greedy1500(bench: Bench) -> list[Entry]:
     """greedy, 1 row, a prompt of 1,500 tokens, 64 new: generate() from end to end"""
-    return _generate(bench, "greedy1500", bench.prompt(1500), do_sample=False)
+    return time_generate(bench, "greedy1500", bench.prompt(1500), do_sample=False)
 
 
 # -- decode steps -----------------------------------------------------------------------------------------------------
 
 
-def _filled(model: Any, cache: Any, rows: int, tokens: int) -> Any:
-    """Fill a cache with the same random keys and values, `tokens` per row."""
-    text = model.config
-    generator = torch.Generator().manual_seed(0)
-    shape = (rows, text.num_key_value_heads, tokens, text.head_dim)
-    for layer in range(text.num_hidden_layers):
-        cache.update(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator), layer)
-    if isinstance(cache, PagedCache):
-        for layer in cache.paged_layers:
-            layer.flush()
-    return cache
-
-
-def _paged(model: Any, rows: int, tokens: int, room: int) -> PagedCache:
-    """A filled `PagedCache`, told how many tokens are to come, as the patched generate() tells it."""
-    cache = PagedCache(model.config)
-    cache.state.expected_columns = tokens + room
-    return _filled(model, cache, rows, tokens)
-
-
-def _steps(
-    bench: _Bench, caches: dict[str, Any], rows: int, past: int, steps: int
-) -> tuple[dict[str, list[float]], dict[str, list[torch.Tensor]]]:
-    """Run decode steps with each cache in turn; the attention implementation follows the cache."""
-    model = bench.model
-    before = model.config._attn_implementation_internal
-    times: dict[str, list[float]] = {kind: [] for kind in caches}
-    logits: dict[str, list[torch.Tensor]] = {kind: [] for kind in caches}
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for step in range(steps):
-            ids = torch.randint(5, 1000, (rows, 1), generator=generator)
-            positions = torch.full((rows, 1), past + step)
-            for kind in _rotated(caches, step):
-                cache = caches[kind]
-                paged = isinstance(cache, PagedCache)
-                model.config._attn_implementation_internal = attention.NAME if paged else before
-                try:
-                    start = time.perf_counter()
-                    out = model(ids, position_ids=positions, use_cache=True, **{compat.CACHE_ARGUMENT: cache})
-                    times[kind].append(time.perf_counter() - start)
-                finally:
-                    model.config._attn_implementation_internal = before
-                logits[kind].append(out.logits[:, -1])
-    return times, logits
-
-
-def decode8x4k(bench: _Bench) -> list[Entry]:
+def decode8x4k(bench: Bench) -> list[Entry]:
     """one decode step of 8 rows with 4,096 tokens each, nothing shared"""
     rows, past, steps = 8, 4096, 4 + 4 * bench.repeat
     model = bench.model
     caches = {
-        "DynamicCache": _filled(model, transformers.DynamicCache(config=model.config), rows, past),
-        "StaticCache": _filled(
+        "DynamicCache": filled(model, transformers.DynamicCache(config=model.config), rows, past),
+        "StaticCache": filled(
             model, transformers.StaticCache(config=model.config, max_cache_len=past + steps), rows, past
         ),
-        "hf_paged": _paged(model, rows, past, NEW_TOKENS),
+        "hf_paged": filled_paged(model, rows, past, NEW_TOKENS),
     }
-    times, logits = _steps(bench, caches, rows, past, steps)
+    times, logits = time_steps(bench, caches, rows, past, steps)
     paged = caches["hf_paged"].stats()
     entries = []
     for kind in ("DynamicCache", "StaticCache"):
@@ -240,7 +74,7 @@ def decode8x4k(bench: _Bench) -> list[Entry]:
             for mine, other in zip(logits["hf_paged"], logits[kind], strict=True)
         )
         entries.append(
-            _entry(
+            make_entry(
                 "decode8x4k", kind, times[kind][4:], times["hf_paged"][4:], same, dense_bytes(caches[kind]),
                 paged.bytes_allocated + caches["hf_paged"].pool.scratch_bytes,
             )
@@ -254,18 +88,18 @@ def decode8x4k(bench: _Bench) -> list[Entry]:
     return entries
 
 
-def floor(bench: _Bench) -> list[Entry]:
+def floor(bench: Bench) -> list[Entry]:
     """one decode step with one token of context: the model without attention, for 1, 4 and 8 rows"""
     entries = []
     for rows in (1, 4, 8):
         caches = {
-            "DynamicCache": _filled(bench.model, transformers.DynamicCache(config=bench.model.config), rows, 1),
-            "hf_paged": _paged(bench.model, rows, 1, NEW_TOKENS),
+            "DynamicCache": filled(bench.model, transformers.DynamicCache(config=bench.model.config), rows, 1),
+            "hf_paged": filled_paged(bench.model, rows, 1, NEW_TOKENS),
         }
-        times, logits = _steps(bench, caches, rows, 1, 4 + 8 * bench.repeat)
+        times, logits = time_steps(bench, caches, rows, 1, 4 + 8 * bench.repeat)
         same = all(bool((a.argmax(-1) == b.argmax(-1)).all()) for a, b in zip(*logits.values(), strict=True))
         entries.append(
-            _entry(
+            make_entry(
                 f"floor{rows}", "DynamicCache", times["DynamicCache"][4:], times["hf_paged"][4:], same,
                 dense_bytes(caches["DynamicCache"]), caches["hf_paged"].stats().bytes_allocated,
             )
@@ -273,11 +107,11 @@ def floor(bench: _Bench) -> list[Entry]:
     return entries
 
 
-def beam_step(bench: _Bench) -> list[Entry]:
+def beam_step(bench: Bench) -> list[Entry]:
     """the cache's work of one beam step, 4 beams with 4,096 tokens: reorder_cache against tables and copy-on-write"""
     model, rows, past = bench.model, 4, 4096
-    dense = _filled(model, transformers.DynamicCache(config=model.config), rows, past)
-    cache = _paged(model, 1, past - 8, NEW_TOKENS)
+    dense = filled(model, transformers.DynamicCache(config=model.config), rows, past)
+    cache = filled_paged(model, 1, past - 8, NEW_TOKENS)
     cache.batch_repeat_interleave(rows)
     text = model.config
     generator = torch.Generator().manual_seed(0)
@@ -311,7 +145,7 @@ def beam_step(bench: _Bench) -> list[Entry]:
     writing = statistics.median(plain)
     net = [max(seconds - writing, 1e-9) for seconds in ours]
     return [
-        _entry("beam_step", "DynamicCache", theirs, net, same, dense_bytes(dense), cache.stats().bytes_allocated)
+        make_entry("beam_step", "DynamicCache", theirs, net, same, dense_bytes(dense), cache.stats().bytes_allocated)
         | {"seconds_with_writing_the_token": statistics.median(ours), "seconds_of_writing_alone": writing}
     ]
 
@@ -322,7 +156,7 @@ class _Causal(torch.nn.Module):
     is_causal = True
 
 
-def overhead(bench: _Bench) -> list[Entry]:
+def overhead(bench: Bench) -> list[Entry]:
     """our own Python time per decode step, 30 layers, 8 rows, at contexts of 64, 1,024 and 4,096 tokens"""
     # The attention kernel is replaced by a stub, or its time, which grows with the context, would drown the rest. What
     # remains of the tensor work (two writes and two views a layer) is timed by itself and taken off.
@@ -334,7 +168,7 @@ def overhead(bench: _Bench) -> list[Entry]:
     kernel = torch.nn.functional.scaled_dot_product_attention
     entries = []
     for past in (64, 1024, 4096):
-        cache = _paged(bench.model, 8, past, NEW_TOKENS)
+        cache = filled_paged(bench.model, 8, past, NEW_TOKENS)
         whole, bare = [], []
 
         def step(cache: PagedCache = cache) -> torch.Tensor:
@@ -359,7 +193,7 @@ def overhead(bench: _Bench) -> list[Entry]:
                 torch.nn.functional.scaled_dot_product_attention = kernel
         ours = [a - b for a, b in zip(whole[4:], bare[4:], strict=True)]
         entries.append(
-            _entry(f"overhead{past}", "writes and views", bare[4:], ours, same, None, None)
+            make_entry(f"overhead{past}", "writes and views", bare[4:], ours, same, None, None)
             | {"seconds_in_all": statistics.median(whole[4:])}
         )
     return entries
@@ -385,7 +219,7 @@ def _bare_writes(cache: PagedCache, token: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def bfloat16(bench: _Bench) -> list[Entry]:
+def bfloat16(bench: Bench) -> list[Entry]:
     """bfloat16: mean distance of the logits to the float32 ones, ours and the unpatched model's"""
     model, text = bench.model, bench.model.config
     half = copy.deepcopy(model).to(torch.bfloat16)
@@ -421,7 +255,7 @@ def bfloat16(bench: _Bench) -> list[Entry]:
                 half.config._attn_implementation_internal = before
                 distances[kind].append(float((torch.cat(logits, 1).float() - exact).abs().mean()))
     ours, theirs = (statistics.mean(distances[kind]) for kind in ("hf_paged", "DynamicCache"))
-    entry = _entry(
+    entry = make_entry(
         "bfloat16", "DynamicCache", seconds["DynamicCache"], seconds["hf_paged"], ours <= 1.05 * theirs, None, None
     )
     # Ids in 16 bits differ by rounding; "identical" stands for: no further from float32 than 1.05 times the baseline.
@@ -434,10 +268,11 @@ def bfloat16(bench: _Bench) -> list[Entry]:
     return [entry]
 
 
-CASES: dict[str, Callable[[_Bench], list[Entry]]] = {
+CASES: dict[str, Callable[[Bench], list[Entry]]] = {
     case.__name__: case
     for case in (
         beams4, samples8, decode8x4k, greedy100, greedy1500, ragged8, beam_step, overhead, floor, bfloat16,
+        *SHARING_CASES,
     )
 }  # fmt: skip
 
@@ -479,7 +314,7 @@ def run(cases: list[str] | None = None, json_file: str | None = None, repeat: in
     warnings.simplefilter("ignore", FutureWarning)
     facts = versions()
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    bench = _Bench(repeat)
+    bench = Bench(repeat)
     results: list[Entry] = []
     for name in cases or CASES:
         print(f"{name}: {(CASES[name].__doc__ or '').splitlines()[0]}", flush=True)

@@ -1,0 +1,117 @@
+"""Cases of `bench cpu` in which something is there already: a prefix, a common header, a prompt of many beams."""
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+
+import hf_paged
+
+from ..backends import torch_strided
+from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, say, time_generate, time_steps
+from .measure import dense_bytes
+from .prompts import INSTRUCTIONS, long_prompt, ragged_prompts
+
+
+def turn1500(bench: Bench) -> list[Entry]:
+    """time to the first token of a second turn: 50 new tokens behind 1,500 of the first; cold is the unpatched model"""
+    model = bench.model
+    history = long_prompt(bench.tokenizer, 1550)
+    theirs, ours, ids = [], [], []
+    for round_ in range(bench.repeat):
+        first: dict[str, float] = {}
+        for kind in ("DynamicCache", "hf_paged") if round_ % 2 else ("hf_paged", "DynamicCache"):
+            if kind == "hf_paged":
+                hf_paged.patch(model)
+                model.generate(history[:, :1500], max_new_tokens=1, do_sample=False)
+            try:
+                gc.collect()
+                start = time.perf_counter()
+                model.generate(history, max_new_tokens=1, do_sample=False)
+                first[kind] = time.perf_counter() - start
+                if round_ == 0:
+                    ids.append(model.generate(history, max_new_tokens=24, do_sample=False))
+                stats = model.paged_stats() if kind == "hf_paged" else None
+            finally:
+                hf_paged.unpatch(model)
+            if stats is not None:
+                hits, held = stats.prefix_hit_tokens, stats.bytes_allocated
+        theirs.append(first["DynamicCache"])
+        ours.append(first["hf_paged"])
+        say(f"turn1500 {round_ + 1}/{bench.repeat}: cold {theirs[-1]:.2f} s, hf_paged {ours[-1]:.2f} s")
+    entry = make_entry("turn1500", "DynamicCache", theirs, ours, torch.equal(*ids), None, held)
+    return [entry | {"prefix_hit_tokens": hits}]
+
+
+def ragged8_prefill(bench: Bench) -> list[Entry]:
+    """the prefill of ragged8: the same batch, one new token"""
+    ids, mask = ragged_prompts(bench.tokenizer, RAGGED)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    return time_generate(bench, "ragged8_prefill", inputs, new_tokens=1, do_sample=False)
+
+
+def header8(bench: Bench) -> list[Entry]:
+    """8 unlike questions behind one header of 1,000 tokens, the first call with it, 32 new tokens"""
+    header = long_prompt(bench.tokenizer, 1000)[0].tolist()
+    rows = [header + bench.tokenizer(text, add_special_tokens=False).input_ids[:24] for text in INSTRUCTIONS[:8]]
+    longest = max(map(len, rows))
+    pad = bench.tokenizer.pad_token_id
+    inputs = {
+        "input_ids": torch.tensor([[pad] * (longest - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+    }
+    return time_generate(bench, "header8", inputs, new_tokens=32, do_sample=False)
+
+
+def shared_steps(bench: Bench) -> list[Entry]:
+    """one decode step of 4 and 8 rows that share 1,500 tokens, against the same step with one token of context"""
+    entries = []
+    for rows in (4, 8):
+        shared = filled_paged(bench.model, 1, 1500, NEW_TOKENS)
+        shared.batch_repeat_interleave(rows)
+        short = filled_paged(bench.model, rows, 1, NEW_TOKENS)
+        dense = filled(bench.model, transformers.DynamicCache(config=bench.model.config), 1, 1500)
+        dense.batch_repeat_interleave(rows)
+        steps = 4 + 4 * bench.repeat
+        times, logits = time_steps(bench, {"DynamicCache": dense, "hf_paged": shared}, rows, 1500, steps)
+        floor, _ = time_steps(bench, {"floor": short, "hf_paged": shared}, rows, 1500 + steps, steps)
+        same = all(bool((a.argmax(-1) == b.argmax(-1)).all()) for a, b in zip(*logits.values(), strict=True))
+        held, theirs = shared.stats().bytes_allocated, dense_bytes(dense)
+        name = f"shared{rows}"
+        entries.append(
+            make_entry(name, "DynamicCache", times["DynamicCache"][4:], times["hf_paged"][4:], same, theirs, held)
+        )
+        entries.append(make_entry(name, "floor", floor["floor"][4:], floor["hf_paged"][4:], same, None, held))
+    return entries
+
+
+def samples16(bench: Bench) -> list[Entry]:
+    """one decode step of 16 samples of 2,000 shared tokens, against each row reading the shared blocks by itself"""
+    rows, past, steps = 16, 2000, 4 + 4 * bench.repeat
+    caches = {}
+    for kind in ("each row by itself", "hf_paged"):
+        caches[kind] = filled_paged(bench.model, 1, past, NEW_TOKENS)
+        caches[kind].batch_repeat_interleave(rows)
+    threshold = torch_strided.LONG_PREFIX
+
+    def switch(kind: str) -> None:
+        torch_strided.LONG_PREFIX = threshold if kind == "hf_paged" else 1 << 30
+
+    try:
+        times, logits = time_steps(bench, caches, rows, past, steps, before=switch)
+    finally:
+        torch_strided.LONG_PREFIX = threshold
+    same = all(bool((a.argmax(-1) == b.argmax(-1)).all()) for a, b in zip(*logits.values(), strict=True))
+    held = caches["hf_paged"].stats().bytes_allocated
+    return [
+        make_entry(
+            "samples16", "unshared reads", times["each row by itself"][4:], times["hf_paged"][4:], same, None, held
+        )
+    ]
+
+
+SHARING_CASES: tuple[Callable[[Bench], list[Entry]], ...] = (
+    turn1500, ragged8_prefill, header8, shared_steps, samples16,
+)  # fmt: skip

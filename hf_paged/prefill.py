@@ -1,0 +1,405 @@
+"""The prefill of one generate() call: no token is computed that is there already, none twice, and no pad.
+
+What `patching` calls in place of the library's `_prefill`, for a cache that is still empty:
+
+1. equal rows (the copies of a prompt for beams and samples, or equal prompts) are computed once;
+2. what the prefix index has of a row is shared;
+3. what is left goes, where the model allows it, as one *packed* forward `[1, total tokens]` with a position per token:
+   no pads. A long prefix that all rows have in common goes first, as one row. Where the model does not allow it the
+   library's own prefill runs, on the columns that are not there for all rows.
+"""
+
+import contextvars
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import attention, compat
+from .cache import PagedCache
+
+# Tokens that all rows must have in common before they are computed ahead of the rest.
+LONG_PREFIX = 32
+# Model types whose forward takes its positions from `position_ids` alone, so that rows can be packed. The tests compare
+# each with its unpacked prefill.
+PACKED_TYPES = frozenset(
+    (
+        "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral",
+        "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+    )
+)  # fmt: skip
+# Keywords of a prefill that say nothing of the content but ids and mask.
+KNOWN_KEYWORDS = frozenset(
+    (
+        "attention_mask", "cache", "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values",
+        "position_ids", "return_dict", "use_cache",
+    )
+)  # fmt: skip
+
+_salt: contextvars.ContextVar[str] = contextvars.ContextVar("hf_paged_prefix_salt", default="")
+
+
+@contextmanager
+def prefix_salt(salt: str) -> Iterator[None]:
+    """Within the `with` block prefixes are found only if they were stored under the same salt.
+
+    Keeps tenants of one model from finding out, by the time a call takes, what others have asked.
+    """
+    token = _salt.set(salt)
+    try:
+        yield
+    finally:
+        _salt.reset(token)
+
+
+def identity_of(model: torch.nn.Module) -> Hashable:
+    """All that keys and values depend on beside the tokens.
+
+    The model instance; its weights, by version counter and address of each parameter; the adapters that are active or
+    merged; autocast; the user's salt. Weights changed through `tensor.data` in place are not noticed:
+    `KVPool.reset_prefix_cache` is for them.
+    """
+    weights = []
+    for parameter in model.parameters():
+        version = 0 if parameter.is_inference() else parameter._version
+        weights.append((id(parameter), version, 0 if parameter.is_meta else parameter.data_ptr()))
+    adapters = []
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
+            scaling = getattr(module, "scaling", None)
+            adapters.append(
+                (
+                    name,
+                    tuple(module.active_adapters),
+                    tuple(module.merged_adapters),
+                    bool(module.disable_adapters),
+                    tuple(sorted(scaling.items())) if isinstance(scaling, dict) else (),
+                )
+            )
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (
+        ("model", id(model)),
+        ("weights", tuple(weights)),
+        ("adapters", tuple(adapters)),
+        ("autocast", autocast),
+        ("salt", _salt.get()),
+    )
+
+
+def why_not_shared(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+) -> str | None:
+    """Why the rows of a prefill cannot be computed once for several, or continued from a prefix; None: they can."""
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder models start from one decoder token"
+    if generation_config.output_hidden_states:
+        return "hidden states are asked for"
+    if hasattr(model, "_reorder_cache"):
+        return "the model reorders the cache itself"
+    unknown = sorted(
+        name
+        for name, entry in model_kwargs.items()
+        if name not in KNOWN_KEYWORDS and entry is not None and not (isinstance(entry, dict) and not entry)
+    )
+    if unknown:
+        return f"the model is given {', '.join(unknown)}"
+    if input_ids.shape[1] == 0:
+        return "the prompt is empty"
+    if any(not hasattr(layer, "batch_repeat_interleave") for layer in cache.other_layers):
+        return "some layers keep a recurrent state"
+    limit = compat.rope_limit(model.config)
+    if limit is not None and input_ids.shape[1] > limit:
+        return "the rotary embedding depends on the prompt's length"
+    return None
+
+
+def _packs(model: Any) -> bool:
+    """Whether rows can be packed into one forward of this model."""
+    text = model.config.get_text_config(decoder=True)
+    return text.model_type in PACKED_TYPES and text._attn_implementation == attention.NAME
+
+
+def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) -> dict[str, Any]:
+    """The keywords of a call over `rows` rows for some of them."""
+    return {
+        name: entry[chosen] if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows else entry
+        for name, entry in model_kwargs.items()
+    }
+
+
+class _Prompt:
+    """The distinct rows of a prefill.
+
+    Attributes:
+        ids, mask: [rows, columns]; mask bool on the CPU, or None: no pads.
+        origin: for every row of the call the distinct row it equals.
+        chosen: for every distinct row a row of the call that it stands for.
+        tokens: the tokens of each distinct row, pads left out; None unless pads are all on the left and every row has
+            a token.
+        lead: pads in front of each row.
+    """
+
+    def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None, merge: bool):
+        shown = None if mask is None or bool((mask != 0).all()) else (mask != 0).cpu()
+        rows = ids.tolist()
+        pads = [()] * len(rows) if shown is None else [tuple(row) for row in shown.tolist()]
+        seen: dict[Any, int] = {}
+        self.origin: list[int] = []
+        self.chosen: list[int] = []
+        for place, (row, pad) in enumerate(zip(rows, pads, strict=True)):
+            key = (tuple(row), pad) if merge else place
+            if key not in seen:
+                seen[key] = len(self.chosen)
+                self.chosen.append(place)
+            self.origin.append(seen[key])
+        whole = len(self.chosen) == len(rows)
+        self.ids = ids if whole else ids[self.chosen]
+        self.mask = shown if shown is None or whole else shown[self.chosen]
+        self.columns = ids.shape[1]
+        self.tokens: list[list[int]] | None = None
+        distinct = [rows[place] for place in self.chosen]
+        self.lead = [0] * len(distinct)
+        if self.mask is not None:
+            counts = self.mask.sum(1).tolist()
+            self.lead = [self.columns - count for count in counts]
+            left = all(bool(row[lead:].all()) for row, lead in zip(self.mask, self.lead, strict=True))
+            if not left or not all(counts):
+                return
+        self.tokens = [row[lead:] for row, lead in zip(distinct, self.lead, strict=True)]
+
+
+def _default_positions(prompt: _Prompt, positions: torch.Tensor | None) -> bool:
+    """Whether each token's position is its place among its row's tokens."""
+    if positions is None:
+        return True
+    if positions.ndim != 2 or positions.shape[1] != prompt.columns:
+        return False
+    expected = torch.arange(prompt.columns) - torch.tensor(prompt.lead)[:, None]
+    positions = positions.cpu()
+    if positions.shape[0] != 1:
+        positions = positions[prompt.chosen]
+    same = positions == expected
+    return bool(same.all() if prompt.mask is None else same[prompt.mask].all())
+
+
+def prefill(
+    model: Any,
+    cache: PagedCache,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    library: Callable[[torch.Tensor, dict[str, Any]], Any],
+) -> Any:
+    """Fill an empty cache with a prompt, and give the logits behind it.
+
+    Args:
+        model: the patched model.
+        cache: empty; has a row per row of `input_ids` afterwards, and `input_ids.shape[1]` columns.
+        input_ids: [rows, columns].
+        model_kwargs: as generate() prepared them.
+        library: the library's own prefill, for these ids and keywords.
+
+    Returns:
+        The model's output; its `logits` are [rows, 1 or more, vocabulary], the last those behind the prompt.
+    """
+    config, pool, state = cache.pool.config, cache.pool, cache.state
+    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), config.prompt_once)
+    rows = len(prompt.origin)
+    plain = prompt.tokens is not None and _default_positions(prompt, model_kwargs.get("position_ids"))
+    plain = plain and not model.training
+    identity = identity_of(model) if plain and pool.index is not None else None
+    try:
+        with pool.locked():
+            work = _Work(cache, prompt, identity if plain else None)
+            packed = (
+                plain and config.packed_prefill and work.packed_is_less(_common(prompt) if config.prompt_once else 0)
+            )
+            if packed and not _packs(model):
+                if prompt.mask is not None:
+                    pool.count_fallback(f"pads are computed: prefill of {model.config.model_type} is not packed")
+                packed = False
+            work.adopt(packed)
+        if packed:
+            chunk = generation_config.prefill_chunk_size or config.max_packed_tokens
+            outputs = _packed(model, cache, work, min(chunk, config.max_packed_tokens))
+        else:
+            keywords = model_kwargs
+            if len(prompt.chosen) < rows:
+                keywords = of_rows(model_kwargs, rows, prompt.chosen)
+            outputs = library(prompt.ids, keywords)
+        if state.blind and prompt.mask is not None:
+            identity = None  # the model attends on its own, and pads are stored
+        state.known.identity = identity
+        if identity is not None:
+            state.known.note(prompt.ids, prompt.columns, prompt.mask)
+            state.remember()
+        if len(prompt.chosen) < rows:
+            origin = torch.tensor(prompt.origin, device=outputs.logits.device)
+            cache.batch_select_indices(origin)
+            outputs.logits = outputs.logits.index_select(0, origin)
+    except BaseException:
+        cache.reset()
+        raise
+    return outputs
+
+
+def goes_on(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> bool:
+    """Whether `input_ids` is the whole history of a filled cache whose tokens are known, and more behind it."""
+    known, state = cache.state.known, cache.state
+    past = state.columns
+    if known.identity is None or known.ids is None or known.columns != past or input_ids.shape[1] <= past:
+        return False
+    if known.ids.shape[0] > input_ids.shape[0] or input_ids.shape[0] % known.ids.shape[0]:
+        return False
+    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), merge=False)
+    repeated = known.ids[:, :past].repeat_interleave(input_ids.shape[0] // known.ids.shape[0], 0)
+    return (
+        prompt.tokens is not None
+        and not model.training
+        and torch.equal(repeated.to(input_ids.device), input_ids[:, :past])
+        and _default_positions(prompt, model_kwargs.get("position_ids"))
+        and known.identity == identity_of(model)
+    )
+
+
+def _common(prompt: _Prompt) -> int:
+    """Leading tokens that all distinct rows share, one of each row left over."""
+    tokens = prompt.tokens
+    if tokens is None or len(tokens) < 2:
+        return 0
+    low, high = min(tokens), max(tokens)  # the two that differ first
+    common = next((place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    common = min(common, min(map(len, tokens)) - 1)
+    return common if common >= LONG_PREFIX else 0
+
+
+class _Work:
+    """What of a prompt is there, and what is left to do. Used with the pool's lock held.
+
+    Attributes:
+        done: tokens of each distinct row that are in the cache.
+        common: tokens that the first row computes for all.
+    """
+
+    def __init__(self, cache: PagedCache, prompt: _Prompt, identity: Hashable):
+        self.cache, self.prompt, self.identity = cache, prompt, identity
+        self.index = cache.pool.index if identity is not None else None
+        self.common = 0
+        tokens = prompt.tokens or []
+        self.done = [0] * len(prompt.chosen)
+        if self.index is not None:
+            self.done = [self.index.find(identity, row[:-1]).length for row in tokens]
+
+    def packed_is_less(self, common: int) -> bool:
+        """Whether a packed forward has fewer tokens to compute; `common`: leading tokens that all rows share."""
+        tokens = self.prompt.tokens or []
+        ahead = max(self.done)
+        self.common = common if common - ahead >= LONG_PREFIX else 0
+        left = sum(len(row) - max(done, self.common) for row, done in zip(tokens, self.done, strict=True))
+        left += max(self.common - ahead, 0)
+        covered = min(lead + done for lead, done in zip(self.prompt.lead, self.done, strict=True))
+        return left < (self.prompt.columns - covered) * len(tokens)
+
+    def adopt(self, packed: bool) -> None:
+        """Share what the index has. Without packing, only the columns that are there for all rows."""
+        state, prompt = self.cache.state, self.prompt
+        tokens = prompt.tokens or []
+        if not packed:
+            self.common = 0
+            covered, before = min(map(sum, zip(prompt.lead, self.done, strict=True))), -1
+            while covered != before and self.index is not None:
+                # A sliding group may lack what a shorter hit needs.
+                before = covered
+                keep = [max(covered - lead, 0) for lead in prompt.lead]
+                self.done = [
+                    self.index.find(self.identity, row[:count]).length for row, count in zip(tokens, keep, strict=True)
+                ]
+                if self.done != keep:
+                    covered = min(
+                        lead + done
+                        for lead, done, want in zip(prompt.lead, self.done, keep, strict=True)
+                        if done < want
+                    )
+            if self.index is None or not any(self.done):
+                self._count([0] * len(tokens))
+                return
+        state.open(len(prompt.chosen))
+        if self.index is not None:
+            for row, (own, count) in enumerate(zip(tokens, self.done, strict=True)):
+                self.index.find(self.identity, own[:count]).adopt(state.tables, row)
+        if not packed:
+            columns = covered
+            state.lead = [min(lead, columns) for lead in prompt.lead]
+            real = None if prompt.mask is None else prompt.mask[:, :columns]
+            state.real = None if real is None or bool(real.all()) else real
+            self.cache.set_columns(columns)
+        self._count(self.done)
+
+    def _count(self, hits: list[int]) -> None:
+        if self.index is not None:
+            pool = self.cache.pool
+            pool.prefix_query_tokens += sum(map(len, self.prompt.tokens or []))
+            pool.prefix_hit_tokens += sum(hits)
+
+
+def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
+    """Compute what is left of every distinct row in packed forwards of at most `chunk` tokens."""
+    prompt, state = work.prompt, cache.state
+    tokens, device = prompt.tokens or [], prompt.ids.device
+    done = list(work.done)
+    logits: list[torch.Tensor | None] = [None] * len(tokens)
+    outputs = None
+
+    def forward(spans: list[tuple[int, int, int]]) -> None:
+        nonlocal outputs
+        counts = [0] * len(tokens)
+        ids: list[int] = []
+        positions: list[int] = []
+        last: dict[int, int] = {}  # row -> column of its last token
+        for row, begin, end in spans:
+            counts[row] = end - begin
+            ids.extend(tokens[row][begin:end])
+            positions.extend(range(begin, end))
+            if end == len(tokens[row]):
+                last[row] = len(ids) - 1
+        state.packed = counts
+        outputs = model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=True,
+            return_dict=True,
+            logits_to_keep=torch.tensor(list(last.values()) or [0], device=device),
+            **{compat.CACHE_ARGUMENT: cache},
+        )
+        for place, row in enumerate(last):
+            logits[row] = outputs.logits[0, place]
+
+    def run(spans: list[tuple[int, int, int]]) -> None:
+        """Rows ascend in `spans`; cut them into chunks."""
+        batch: list[tuple[int, int, int]] = []
+        room = chunk
+        for row, begin, end in spans:
+            while begin < end:
+                count = min(end - begin, room)
+                batch.append((row, begin, begin + count))
+                begin += count
+                room -= count
+                if not room:
+                    forward(batch)
+                    batch, room = [], chunk
+        if batch:
+            forward(batch)
+
+    if work.common:
+        first = max(range(len(done)), key=done.__getitem__)
+        run([(first, done[first], work.common)])
+        state.copy_prefix(first, [row for row in range(len(done)) if row != first])
+        done = [work.common] * len(done)
+    run([(row, begin, len(own)) for row, (own, begin) in enumerate(zip(tokens, done, strict=True))])
+    state.lead, state.real = list(prompt.lead), prompt.mask
+    cache.set_columns(prompt.columns)
+    assert outputs is not None
+    outputs.logits = torch.stack([entry for entry in logits if entry is not None]).unsqueeze(1)
+    return outputs

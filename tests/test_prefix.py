@@ -1,0 +1,590 @@
+"""A prompt is computed and stored once: across calls, within a call, and without its pads."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from models import EOS, VOCAB, assert_equal, build, cache_of, forbid_dense, likely_eos, pair, prompts, run, with_cache
+
+import hf_paged
+from hf_paged import PagedCache
+from hf_paged.blocks import PrefixIndex
+
+pytestmark = pytest.mark.filterwarnings("ignore:hf_paged")
+FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt2", "gpt_oss", "gpt_neox"]
+
+
+class Computed:
+    """Counts the tokens that a model's first layer computes queries for."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        names = ("q_proj", "query_key_value", "c_attn")
+        module = next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in names)
+        module.register_forward_hook(self._count)
+
+    def _count(self, module, inputs, output):
+        self.tokens += inputs[0].shape[:-1].numel()
+
+    def since(self):
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+
+def ids_of(*rows):
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.ones(len(rows), len(rows[0]), dtype=torch.long)}
+
+
+def random_row(length, seed):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# -- packed prefill ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pads_are_not_computed(family, options, monkeypatch):
+    plain, paged = pair(family, block_size=4, prefix_caching=False)
+    inputs = prompts(3, 21, 9, 1)
+    assert_equal(plain, paged, inputs, max_new_tokens=6, **options)
+    count = Computed(paged)
+    run(paged, inputs, max_new_tokens=1)
+    assert count.since() == 3 + 21 + 9 + 1
+    assert paged.paged_stats().fallbacks == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("limit", [1, 5, 8])
+def test_a_pack_goes_in_chunks(family, limit):
+    plain, paged = pair(family, block_size=4, max_packed_tokens=limit)
+    assert_equal(plain, paged, prompts(3, 21, 9, 1), max_new_tokens=5)
+
+
+def test_a_user_s_chunk_size_bounds_the_pack():
+    plain, paged = pair("llama", block_size=4)
+    assert_equal(plain, paged, prompts(3, 21, 9), max_new_tokens=4, prefill_chunk_size=4)
+    longest = []
+    paged.model.register_forward_pre_hook(
+        lambda module, args, kwargs: longest.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    run(paged, prompts(4, 22, 7, seed=9), max_new_tokens=1, prefill_chunk_size=4)
+    assert max(longest) == 4
+
+
+def test_a_family_that_is_not_packed_says_so_once():
+    plain, paged = pair("opt", block_size=4)
+    assert_equal(plain, paged, prompts(3, 12, 7), max_new_tokens=5)
+    (reason,) = paged.paged_stats().fallbacks
+    assert "not packed" in reason
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_packed_rows_reach_every_backend(backend):
+    plain, paged = pair("gemma2", block_size=2, backend=backend)
+    assert_equal(plain, paged, prompts(30, 4, 17), max_new_tokens=5)
+
+
+# -- within one call --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "opt", "gemma3"])
+def test_equal_rows_are_computed_once(family):
+    """C12: [P, P] in one batch, and another row between them."""
+    plain, paged = pair(family, block_size=4, prefix_caching=False)
+    one, other = random_row(13, 1), random_row(13, 2)
+    inputs = ids_of(one, other, one)
+    assert_equal(plain, paged, inputs, max_new_tokens=6)
+    assert_equal(plain, paged, inputs, max_new_tokens=6, do_sample=True, num_return_sequences=2)
+    count = Computed(paged)
+    run(paged, inputs, max_new_tokens=1)
+    assert count.since() == 26
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_common_prefix_is_computed_and_stored_once(family):
+    plain, paged = pair(family, block_size=4, prefix_caching=False)
+    header = random_row(40, 1)
+    inputs = ids_of(*(header + random_row(5, seed) for seed in range(2, 6)))
+    assert_equal(plain, paged, inputs, max_new_tokens=6)
+    count = Computed(paged)
+    out = run(paged, inputs, max_new_tokens=1, return_dict_in_generate=True)
+    assert count.since() == 40 + 4 * 5
+    if family == "llama":
+        assert paged.paged_stats().used_blocks == 10 + 4 * 2
+    del out
+
+
+def test_a_common_prefix_in_a_ragged_batch():
+    plain, paged = pair("llama", block_size=4, prefix_caching=False)
+    header = random_row(37, 1)
+    rows = [header + random_row(length, length) for length in (1, 12, 6)]
+    longest = max(map(len, rows))
+    inputs = {
+        "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+    }
+    assert_equal(plain, paged, inputs, max_new_tokens=6)
+    assert_equal(plain, paged, inputs, max_new_tokens=6, num_beams=2)
+    count = Computed(paged)
+    run(paged, inputs, max_new_tokens=1)
+    assert count.since() == 37 + 1 + 12 + 6
+
+
+def test_a_row_that_is_the_beginning_of_all_others():
+    plain, paged = pair("llama", block_size=4)
+    row = random_row(50, 1)
+    inputs = {
+        "input_ids": torch.tensor([[0] * 10 + row[:40], row]),
+        "attention_mask": torch.tensor([[0] * 10 + [1] * 40, [1] * 50]),
+    }
+    assert_equal(plain, paged, inputs, max_new_tokens=6)
+
+
+def test_prompt_once_can_be_switched_off():
+    plain, paged = pair("llama", block_size=4, prompt_once=False, prefix_caching=False)
+    row = random_row(40, 1)
+    count = Computed(paged)
+    assert_equal(plain, paged, ids_of(row, row), max_new_tokens=4)
+    count.since()
+    run(paged, ids_of(row, row), max_new_tokens=1)
+    assert count.since() == 80
+
+
+# -- across calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [12, 13])
+@pytest.mark.parametrize("family", [*FAMILIES, "opt"])
+def test_a_retry_computes_one_token(family, length):
+    """C1, C2: the whole prompt is there; one token is computed, and lengths are those of a cold run."""
+    plain, paged = pair(family, block_size=4)
+    inputs = ids_of(random_row(length, 1))
+    expected = run(plain, inputs, max_new_tokens=5)
+    assert torch.equal(expected, run(paged, inputs, max_new_tokens=5))
+    count = Computed(paged)
+    out = run(paged, inputs, max_new_tokens=5, return_dict_in_generate=True)
+    assert torch.equal(expected, out.sequences)
+    assert count.since() == expected.shape[1] - length  # the last token that is generated is not fed
+    cold = run(plain, inputs, max_new_tokens=5, return_dict_in_generate=True)
+    assert cache_of(out).get_seq_length() == cache_of(cold).get_seq_length()
+    stats = paged.paged_stats()
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (2 * length, length - 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_turn_computes_what_is_new(family):
+    plain, paged = pair(family, block_size=4)
+    count = Computed(paged)
+    history = random_row(20, 1)
+    for turn in range(4):
+        history = history + random_row(6, 10 + turn)
+        expected = run(plain, ids_of(history), max_new_tokens=5)
+        count.since()
+        got = run(paged, ids_of(history), max_new_tokens=5)
+        assert torch.equal(expected, got)
+        # The last token that was generated was never fed, so it is new as well.
+        assert count.since() == (26 if turn == 0 else 6 + 1) + got.shape[1] - len(history) - 1
+        history = got[0].tolist()
+    paged.paged_pool.check()
+    assert paged.paged_stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "opt"])
+def test_a_system_prompt_is_found_by_ragged_batches(family, options):
+    """C13: hits are of tokens and positions; no pad enters a key."""
+    plain, paged = pair(family, block_size=4)
+    header = random_row(18, 1)
+    run(paged, ids_of(header + random_row(3, 2)), max_new_tokens=2)
+    rows = [header + random_row(length, length) for length in (4, 9, 1)] + [random_row(7, 77)]
+    longest = max(map(len, rows))
+    inputs = {
+        "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+    }
+    before = paged.paged_stats().prefix_hit_tokens
+    expected = run(plain, inputs, max_new_tokens=6, **options)
+    assert torch.equal(expected, run(paged, inputs, max_new_tokens=6, **options))
+    if family != "opt":
+        assert paged.paged_stats().prefix_hit_tokens > before
+    assert torch.equal(expected, run(paged, inputs, max_new_tokens=6, **options))
+    paged.paged_pool.check()
+    assert paged.paged_stats().used_blocks == 0
+
+
+def test_pads_and_tokens_of_the_same_id_are_not_mixed_up():
+    plain, paged = pair("llama", block_size=2)
+    rows = [[0, 0, 5, 6, 7, 8], [5, 6, 7, 8, 9, 10]]
+    for mask in ([[0, 0, 1, 1, 1, 1], [1] * 6], [[1] * 6, [1] * 6], [[0, 1, 1, 1, 1, 1], [1] * 6]):
+        inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+        assert torch.equal(run(plain, inputs, max_new_tokens=5), run(paged, inputs, max_new_tokens=5))
+
+
+def test_rows_that_finish_early_are_found_too():
+    plain, paged = pair("llama", block_size=4)
+    likely_eos(plain, 3.0), likely_eos(paged, 3.0)
+    inputs = prompts(9, 12, 6, 10)
+    first = run(paged, inputs, max_new_tokens=12)
+    assert torch.equal(run(plain, inputs, max_new_tokens=12), first)
+    lengths = [(row == EOS).nonzero() for row in first]
+    assert any(len(entry) for entry in lengths), "some row must finish"
+    for row, mask in zip(first, inputs["attention_mask"], strict=True):
+        tokens = row[12 - int(mask.sum()) :].tolist()
+        if EOS in tokens:
+            tokens = tokens[: tokens.index(EOS)]
+        turn = ids_of([*tokens, 50, 51])
+        assert torch.equal(run(plain, turn, max_new_tokens=4), run(paged, turn, max_new_tokens=4))
+    paged.paged_pool.check()
+
+
+def test_assisted_and_chunked_and_streamed_calls_leave_right_prefixes():
+    plain, paged = pair("llama", block_size=4)
+    inputs = ids_of(random_row(24, 1))
+    for options in ({"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}, {"guidance_scale": 1.5}, {}):
+        expected = run(plain, inputs, max_new_tokens=8, **options)
+        assert torch.equal(expected, run(paged, inputs, max_new_tokens=8, **options))
+        turn = ids_of([*expected[0].tolist(), 7, 8, 9])
+        assert torch.equal(run(plain, turn, max_new_tokens=4), run(paged, turn, max_new_tokens=4))
+    paged.paged_pool.check()
+
+
+def test_sliding_models_hit_beyond_the_window():
+    plain, paged = pair("mistral", block_size=2)
+    history = random_row(30, 1)
+    expected = run(plain, ids_of(history), max_new_tokens=12)
+    assert torch.equal(expected, run(paged, ids_of(history), max_new_tokens=12))
+    count = Computed(paged)
+    turn = ids_of([*expected[0].tolist(), 7, 8])
+    assert torch.equal(run(plain, turn, max_new_tokens=3), run(paged, turn, max_new_tokens=3))
+    assert count.since() == 3 + 2
+    other = ids_of([*history[:17], 9, 9, 9])
+    assert torch.equal(run(plain, other, max_new_tokens=3), run(paged, other, max_new_tokens=3))
+    paged.paged_pool.check()
+
+
+def test_prefix_caching_can_be_switched_off():
+    _, paged = pair("llama", prefix_caching=False)
+    inputs = ids_of(random_row(20, 1))
+    count = Computed(paged)
+    for _ in range(2):
+        run(paged, inputs, max_new_tokens=1)
+        assert count.since() == 20
+    stats = paged.paged_stats()
+    assert (stats.prefix_query_tokens, stats.cached_blocks) == (0, 0)
+
+
+# -- identity ---------------------------------------------------------------------------------------------------------
+
+
+def twice(plain, paged, change):
+    """Fill the index, change something, and compare with a cold model that had the same change."""
+    inputs = ids_of(random_row(20, 1))
+    run(paged, inputs, max_new_tokens=3)
+    for model in (plain, paged):
+        change(model)
+    hits = paged.paged_stats().prefix_hit_tokens
+    assert torch.equal(run(plain, inputs, max_new_tokens=6), run(paged, inputs, max_new_tokens=6))
+    return paged.paged_stats().prefix_hit_tokens - hits
+
+
+def test_an_optimizer_step_invalidates():
+    def step(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ids = torch.arange(3, 20)[None]
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        model.zero_grad()
+
+    assert twice(*pair("llama", num_blocks=32), step) == 0
+
+
+def test_loading_weights_invalidates():
+    other = build("llama", seed=9).state_dict()
+    assert twice(*pair("llama", num_blocks=32), lambda model: model.load_state_dict(other)) == 0
+
+
+def test_weights_changed_behind_pytorch_s_back_need_a_reset():
+    plain, paged = pair("llama", num_blocks=32)
+
+    def change(model):
+        for parameter in model.parameters():
+            parameter.data.mul_(-1)
+        if model is paged:
+            model.paged_pool.reset_prefix_cache()
+
+    assert twice(plain, paged, change) == 0
+    assert paged.paged_stats().cached_blocks > 0
+
+
+def test_nothing_changed_hits():
+    assert twice(*pair("llama", num_blocks=32), lambda model: None) == 19
+
+
+def test_salt_separates():
+    _, paged = pair("llama", num_blocks=32)
+    inputs = ids_of(random_row(20, 1))
+    hits = []
+    for salt in ("a", "b", "a"):
+        before = paged.paged_stats().prefix_hit_tokens
+        with hf_paged.prefix_salt(salt):
+            run(paged, inputs, max_new_tokens=1)
+        hits.append(paged.paged_stats().prefix_hit_tokens - before)
+    assert hits == [0, 0, 19]
+
+
+def test_autocast_is_part_of_the_identity():
+    plain, paged = pair("llama", num_blocks=32)
+    inputs = ids_of(random_row(20, 1))
+    run(paged, inputs, max_new_tokens=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(run(plain, inputs, max_new_tokens=6), run(paged, inputs, max_new_tokens=6))
+    assert paged.paged_stats().prefix_hit_tokens == 0
+
+
+def test_adapters():
+    """C4: switched, disabled, and reloaded under the same name with other weights."""
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+
+    def adapter(seed):
+        torch.manual_seed(seed)
+        return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+    def model():
+        wrapped = peft.get_peft_model(build("llama"), adapter(1), adapter_name="one")
+        torch.manual_seed(2)
+        wrapped.add_adapter("two", adapter(2))
+        for name, parameter in wrapped.named_parameters():
+            if "lora" in name:
+                generator = torch.Generator().manual_seed(sum(map(ord, name)))
+                parameter.data.normal_(0, 0.3, generator=generator)
+        return wrapped.eval()
+
+    plain, paged = model(), hf_paged.patch(model(), num_blocks=64)
+    inputs = ids_of(random_row(20, 1))
+
+    def compare():
+        assert torch.equal(run(plain, inputs, max_new_tokens=6), run(paged, inputs, max_new_tokens=6))
+
+    for name in ("one", "two", "one"):
+        plain.set_adapter(name), paged.set_adapter(name)
+        compare()
+    with plain.disable_adapter(), paged.disable_adapter():
+        compare()
+    for wrapped in (plain, paged):
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if "lora_B.one" in name:
+                    parameter.add_(0.5)
+    compare()
+    plain.merge_adapter(), paged.merge_adapter()
+    compare()
+    plain.unmerge_adapter(), paged.unmerge_adapter()
+    compare()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"position_ids": torch.arange(5, 25)[None]},
+        {"token_type_ids": torch.zeros(1, 20, dtype=torch.long)},
+    ],
+    ids=["position_ids", "token_type_ids"],
+)
+def test_what_ids_do_not_identify_is_not_cached(extra):
+    family = "llama" if "position_ids" in extra else "gpt2"
+    plain, paged = pair(family, num_blocks=32)
+    inputs = ids_of(random_row(20, 1))
+    for given in ({}, extra, {}):
+        assert torch.equal(run(plain, inputs, max_new_tokens=5, **given), run(paged, inputs, max_new_tokens=5, **given))
+    stats = paged.paged_stats()
+    assert stats.prefix_hit_tokens == 19, "the third call finds the first one's"
+
+
+def test_embeddings_are_not_cached():
+    """C7."""
+    plain, paged = pair("llama")
+    embeds = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(1))
+    for model in (plain, paged):
+        model.double().float()
+    for scale in (1.0, -1.0):
+        inputs = {"inputs_embeds": embeds * scale, "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+        assert torch.equal(run(plain, inputs, max_new_tokens=5), run(paged, inputs, max_new_tokens=5))
+    assert paged.paged_stats().cached_blocks == 0
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}], ids=str)
+def test_rope_that_depends_on_the_length(rope):
+    overrides = {"rope_parameters": rope, "max_position_embeddings": 24}
+    plain, paged = pair("llama", overrides=overrides, block_size=4)
+    for length in (16, 30, 18, 40, 22):
+        row = random_row(48, 1)[:length]
+        for _ in range(2):
+            expected = run(plain, ids_of(row), max_new_tokens=5)
+            assert torch.equal(expected, run(paged, ids_of(row), max_new_tokens=5))
+    inputs = prompts(30, 11, 20)
+    assert torch.equal(run(plain, inputs, max_new_tokens=5), run(paged, inputs, max_new_tokens=5))
+
+
+def test_a_constant_hash_still_gives_right_answers(monkeypatch):
+    """C3."""
+    plain, paged = pair("llama", block_size=2)
+    pool = paged.paged_pool
+    windows = [group.window for group in pool.groups]
+    pool.index = PrefixIndex([group.blocks for group in pool.groups], windows, 2, lambda tokens: 0)
+    for seed in range(6):
+        for length in (9, 14):
+            inputs = ids_of(random_row(4, 1) + random_row(length, seed))
+            assert torch.equal(run(plain, inputs, max_new_tokens=4), run(paged, inputs, max_new_tokens=4))
+    assert paged.paged_stats().prefix_hit_tokens > 0
+    pool.check()
+
+
+# -- a pool under pressure ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_random_calls_over_a_small_pool(family):
+    """Every output equals the cold one, invariants hold after each call, and nothing is in use at the end."""
+    plain, paged = pair(family, block_size=4, num_blocks=64)
+    chance = random.Random(1)
+    headers = [random_row(length, length) for length in (11, 24)]
+    known = {}
+    for call in range(150):
+        rows = chance.choice([1, 1, 2, 3])
+        own = [
+            chance.choice([*headers, []]) + random_row(chance.randint(1, 9), chance.randint(0, 5)) for _ in range(rows)
+        ]
+        longest = max(map(len, own))
+        inputs = {
+            "input_ids": torch.tensor([[0] * (longest - len(row)) + row for row in own]),
+            "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in own]),
+        }
+        options = chance.choice([{}, {}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+        key = (str(own), str(options))
+        if key not in known:
+            known[key] = run(plain, inputs, max_new_tokens=4, **options)
+        assert torch.equal(known[key], run(paged, inputs, max_new_tokens=4, **options)), f"call {call}"
+        paged.paged_pool.check()
+        assert paged.paged_stats().used_blocks == 0
+    stats = paged.paged_stats()
+    assert stats.evictions > 0
+    assert stats.prefix_hit_tokens > 1000
+    paged.paged_pool.reset_prefix_cache()
+    assert paged.paged_stats().free_blocks == paged.paged_stats().num_blocks
+
+
+def test_counters_agree_with_a_trace_by_hand():
+    _, paged = pair("llama", block_size=4, num_blocks=8)
+    pool = paged.paged_pool
+
+    def numbers():
+        stats = paged.paged_stats()
+        return (
+            stats.prefix_query_tokens, stats.prefix_hit_tokens, stats.evictions, stats.cow_copies, stats.cached_blocks,
+        )  # fmt: skip
+
+    row = random_row(10, 1)
+    run(paged, ids_of(row), max_new_tokens=2)  # 11 tokens are fed: 3 blocks
+    assert numbers() == (10, 0, 0, 0, 3)
+    run(paged, ids_of(row), max_new_tokens=2)  # 9 are found; the tenth goes to a copy of the third block
+    assert numbers() == (20, 9, 0, 1, 3)
+    run(paged, ids_of([*row[:8], 90, 91]), max_new_tokens=1)  # 8 are found, 2 are new: 1 block
+    assert numbers() == (30, 17, 0, 1, 4)
+    run(paged, ids_of(random_row(24, 7)), max_new_tokens=1)  # 6 blocks: 4 are free, 2 are evicted
+    assert numbers()[:4] == (54, 17, 2, 1)
+    assert numbers()[4] == 8
+    pool.check()
+
+
+def test_looking_up_survives_a_pool_that_is_too_small():
+    plain, paged = pair("llama", block_size=4, num_blocks=6)
+    run(paged, ids_of(random_row(20, 1)), max_new_tokens=1)
+    with pytest.raises(hf_paged.OutOfBlocks):
+        run(paged, ids_of(random_row(20, 1) + random_row(20, 2)), max_new_tokens=1)
+    assert paged.paged_stats().used_blocks == 0
+    inputs = ids_of(random_row(20, 1))
+    assert torch.equal(run(plain, inputs, max_new_tokens=3), run(paged, inputs, max_new_tokens=3))
+    paged.paged_pool.check()
+
+
+def test_a_cache_of_the_user_on_the_model_s_pool_shares_prefixes():
+    plain, paged = pair("llama", block_size=4)
+    inputs = ids_of(random_row(20, 1))
+    run(paged, inputs, max_new_tokens=1)
+    cache = PagedCache(paged.config, pool=paged.paged_pool)
+    count = Computed(paged)
+    got = run(paged, inputs, max_new_tokens=5, **with_cache(cache))
+    assert torch.equal(run(plain, inputs, max_new_tokens=5), got)
+    assert count.since() == 1 + 4
+    cache.check()
+    # Passed in again with the whole history, and once more with all of it there already.
+    for more in ([7, 8], []):
+        history = [*got[0].tolist(), *more]
+        expected = run(plain, ids_of(history), max_new_tokens=3)
+        got = run(paged, ids_of(history), max_new_tokens=3, **with_cache(cache))
+        assert torch.equal(expected, got)
+        got = expected[:, :-3] if not more else expected
+    cache.check()
+
+
+def test_threads_share_prefixes():
+    import threading
+
+    plain, paged = pair("llama", block_size=4, num_blocks=256)
+    header = random_row(24, 1)
+    jobs = [ids_of(header + random_row(5, seed)) for seed in range(6)]
+    expected = [run(plain, job, max_new_tokens=6) for job in jobs]
+    wrong = []
+
+    def work(offset):
+        for place in itertools.islice(itertools.cycle(range(6)), offset, offset + 12):
+            if not torch.equal(expected[place], paged.generate(**jobs[place], max_new_tokens=6)):
+                wrong.append(place)
+
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    paged.paged_pool.check()
+    assert paged.paged_stats().used_blocks == 0
+
+
+def test_a_deep_copy_of_a_model_finds_nothing_of_the_other():
+    _, paged = pair("llama")
+    inputs = ids_of(random_row(20, 1))
+    run(paged, inputs, max_new_tokens=1)
+    other = copy.deepcopy(paged)
+    run(other, inputs, max_new_tokens=1)
+    assert other.paged_stats().prefix_hit_tokens == 0
+
+
+def test_no_lazy_tensor_is_made_dense(monkeypatch):
+    forbid_dense(monkeypatch)
+    _, paged = pair("llama", block_size=4)
+    header = random_row(40, 1)
+    for _ in range(2):
+        run(paged, ids_of([*header, 5, 6], [*header, 7, 8]), max_new_tokens=3, num_beams=2)
+        run(paged, prompts(4, 9, 21), max_new_tokens=3)
+    assert paged.paged_stats().fallbacks == {}
+
+
+def test_a_model_switched_to_another_attention_is_not_packed():
+    plain, paged = pair("llama", block_size=4)
+    paged.set_attn_implementation("sdpa")
+    for _ in range(2):
+        for inputs in (prompts(3, 12, 7), ids_of(random_row(14, 1))):
+            assert torch.equal(run(plain, inputs, max_new_tokens=5), run(paged, inputs, max_new_tokens=5))
+
+
+def test_packing_can_be_switched_off():
+    plain, paged = pair("llama", block_size=4, packed_prefill=False)
+    count = Computed(paged)
+    assert_equal(plain, paged, prompts(3, 12, 7), max_new_tokens=5)
+    count.since()
+    run(paged, prompts(4, 13, 8, seed=8), max_new_tokens=1)
+    assert count.since() == 3 * 13

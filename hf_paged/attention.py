@@ -145,6 +145,10 @@ def _attend(
         plan, hides = committed
     if hides or (layer.state.blind and layer.state.hidden_by(padding)):
         return None
+    if plan.window is not None and (band is None or band > plan.window):
+        # The mask lets queries see further than the cache keeps: what a token saw depends on how its prompt was cut.
+        layer.state.pool.loose_windows = True
+        layer.state.known.clear()
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if sinks is None:
         sinks = kwargs.get("sinks")

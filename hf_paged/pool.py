@@ -73,6 +73,7 @@ class KVPool:
             pools, windows = [group.blocks for group in self.groups], [group.window for group in self.groups]
             self.index = PrefixIndex(pools, windows, self.config.block_size)
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self.loose_windows = False  # some layer's mask shows more than its window keeps: prompts must not be cut
         self._sized = self.config.memory_budget is None
         self.stores: dict[int, LayerStore] = {}
         self.fallbacks: Counter[str] = Counter()

@@ -25,8 +25,11 @@ LONG_PREFIX = 32
 # each with its unpacked prefill.
 PACKED_TYPES = frozenset(
     (
-        "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama", "mistral", "mixtral",
-        "olmo2", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+        "apertus", "arcee", "biogpt", "bitnet", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2",
+        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe",
+        "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3",
+        "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+        "smollm3", "stablelm", "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
 # Keywords of a prefill that say nothing of the content but ids and mask.
@@ -107,7 +110,8 @@ def why_not_shared(
         return f"the model is given {', '.join(unknown)}"
     if input_ids.shape[1] == 0:
         return "the prompt is empty"
-    if any(not hasattr(layer, "batch_repeat_interleave") for layer in cache.other_layers):
+    methods = ("batch_repeat_interleave", "batch_select_indices")
+    if any(not hasattr(layer, method) for layer in cache.other_layers for method in methods):
         return "some layers keep a recurrent state"
     limit = compat.rope_limit(model.config)
     if limit is not None and input_ids.shape[1] > limit:
@@ -208,7 +212,7 @@ def prefill(
     prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), config.prompt_once)
     rows = len(prompt.origin)
     plain = prompt.tokens is not None and _default_positions(prompt, model_kwargs.get("position_ids"))
-    plain = plain and not model.training
+    plain = plain and not model.training and not pool.loose_windows and not cache.other_layers
     identity = identity_of(model) if plain and pool.index is not None else None
     try:
         with pool.locked():
@@ -221,16 +225,17 @@ def prefill(
                     pool.count_fallback(f"pads are computed: prefill of {model.config.model_type} is not packed")
                 packed = False
             work.adopt(packed)
+        outputs = None
         if packed:
             chunk = generation_config.prefill_chunk_size or config.max_packed_tokens
             outputs = _packed(model, cache, work, min(chunk, config.max_packed_tokens))
-        else:
+        if outputs is None:
             keywords = model_kwargs
             if len(prompt.chosen) < rows:
                 keywords = of_rows(model_kwargs, rows, prompt.chosen)
             outputs = library(prompt.ids, keywords)
-        if state.blind and prompt.mask is not None:
-            identity = None  # the model attends on its own, and pads are stored
+        if pool.loose_windows or (state.blind and prompt.mask is not None):
+            identity = None  # in the second case the model attends on its own, and pads are stored
         state.known.identity = identity
         if identity is not None:
             state.known.note(prompt.ids, prompt.columns, prompt.mask)
@@ -345,15 +350,22 @@ class _Work:
 
 
 def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
-    """Compute what is left of every distinct row in packed forwards of at most `chunk` tokens."""
+    """Compute what is left of every distinct row in packed forwards of at most `chunk` tokens.
+
+    None, and the cache empty again, if it turns out that this model's prompts must not be cut.
+    """
     prompt, state = work.prompt, cache.state
     tokens, device = prompt.tokens or [], prompt.ids.device
     done = list(work.done)
     logits: list[torch.Tensor | None] = [None] * len(tokens)
-    outputs = None
+    outputs: Any = None
+    forwards = 0
 
     def forward(spans: list[tuple[int, int, int]]) -> None:
-        nonlocal outputs
+        nonlocal outputs, forwards
+        if forwards and cache.pool.loose_windows:
+            return
+        forwards += 1
         counts = [0] * len(tokens)
         ids: list[int] = []
         positions: list[int] = []
@@ -398,6 +410,9 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
         state.copy_prefix(first, [row for row in range(len(done)) if row != first])
         done = [work.common] * len(done)
     run([(row, begin, len(own)) for row, (own, begin) in enumerate(zip(tokens, done, strict=True))])
+    if cache.pool.loose_windows and (forwards > 1 or any(work.done) or None in logits):
+        cache.reset()
+        return None
     state.lead, state.real = list(prompt.lead), prompt.mask
     cache.set_columns(prompt.columns)
     assert outputs is not None

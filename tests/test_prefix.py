@@ -6,10 +6,24 @@ import random
 
 import pytest
 import torch
-from models import EOS, VOCAB, assert_equal, build, cache_of, forbid_dense, likely_eos, pair, prompts, run, with_cache
+import transformers
+from models import (
+    EOS,
+    VOCAB,
+    assert_close,
+    assert_equal,
+    build,
+    cache_of,
+    forbid_dense,
+    likely_eos,
+    pair,
+    prompts,
+    run,
+    with_cache,
+)
 
 import hf_paged
-from hf_paged import PagedCache
+from hf_paged import PagedCache, prefill
 from hf_paged.blocks import PrefixIndex
 
 pytestmark = pytest.mark.filterwarnings("ignore:hf_paged")
@@ -42,6 +56,54 @@ def random_row(length, seed):
 
 
 # -- packed prefill ---------------------------------------------------------------------------------------------------
+
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("model_type", sorted(prefill.PACKED_TYPES))
+def test_every_type_that_is_packed(model_type, window):
+    """In one forward, in chunks, and from what the index has; `window` is set on models that do not heed it, too."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of Transformers has no {model_type}")
+    config = transformers.AutoConfig.for_model(model_type, **SMALL)
+    if window is not None:
+        if not hasattr(config, "sliding_window"):
+            pytest.skip("no sliding window")
+        config = transformers.AutoConfig.for_model(model_type, **SMALL, sliding_window=window)
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in plain.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.15, generator=generator)
+    inputs = prompts(3, 21, 9, 1)
+    everything = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+    expected = run(plain, inputs, **everything)
+    for limit in (8192, 7):
+        paged = hf_paged.patch(copy.deepcopy(plain), block_size=4, num_blocks=64, max_packed_tokens=limit)
+        for _ in range(2):
+            assert_close(expected, run(paged, inputs, **everything))
+        assert paged.paged_stats().fallbacks == {}
+        paged.paged_pool.check()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)

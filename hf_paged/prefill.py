@@ -216,7 +216,7 @@ def prefill(
     identity = identity_of(model) if plain and pool.index is not None else None
     try:
         with pool.locked():
-            work = _Work(cache, prompt, identity if plain else None)
+            work = _Work(cache, prompt, identity)
             packed = (
                 plain and config.packed_prefill and work.packed_is_less(_common(prompt) if config.prompt_once else 0)
             )
@@ -224,6 +224,8 @@ def prefill(
                 if prompt.mask is not None:
                     pool.count_fallback(f"pads are computed: prefill of {model.config.model_type} is not packed")
                 packed = False
+            if not packed and generation_config.prefill_chunk_size is not None:
+                work.index = None  # not every version of the library goes on from a filled cache in chunks
             work.adopt(packed)
         outputs = None
         if packed:

@@ -1,12 +1,13 @@
 """`PagedCache` and `PagedLayer`: the Transformers cache contract over paged storage, nothing else."""
 
 import copy
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from . import compat
+from . import compat, serialize
 from .blocks import OutOfBlocks
 from .config import PagedConfig
 from .lazy import LazyKV
@@ -17,6 +18,8 @@ from .stats import PagedStats
 from .store import LayerStore
 
 __all__ = ["OutOfBlocks", "PagedCache", "PagedLayer"]
+
+CacheT = TypeVar("CacheT", bound="PagedCache")
 
 
 class PagedLayer(compat.CacheLayerMixin):
@@ -433,8 +436,56 @@ class PagedCache(compat.DynamicCache):
     def __copy__(self) -> "PagedCache":
         return self.fork()
 
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
+        """Write the content (tokens, keys, values, pads, windows) to a safetensors file, each block once.
+
+        The file also says which model the content is of: class, layers, dtype, a fingerprint of the weights and
+        adapters as they are now. It is written beside `path` and moved there whole.
+
+        Args:
+            path: the file; one that exists is replaced.
+            model: the model that filled the cache, or a PEFT model around it; None: the one that was patched.
+
+        Raises:
+            ValueError: if the cache is empty, has layers that are not paged, or its model is not known.
+            TypeError: if `model` is no Transformers model with generate().
+            OSError: if the file cannot be written; what was there before is still there.
+        """
+        serialize.save(self, path, model)
+
+    @classmethod
+    def load(
+        cls: type[CacheT],
+        path: str | os.PathLike[str],
+        model: Any,
+        paged_config: PagedConfig | None = None,
+        pool: KVPool | None = None,
+    ) -> CacheT:
+        """A new cache with the content of a file that `save` has written.
+
+        `generate` goes on from it as from the cache that was saved. Rows share blocks as they did. After an error the
+        pool is as before; only the number of blocks that a `memory_budget` comes to may have been worked out.
+
+        Args:
+            path: the file.
+            model: the model the file was saved from, patched or not, or a PEFT model around it.
+            paged_config: settings; None: those of the pool, or of a new pool those the file was saved under.
+            pool: the pool to take blocks from; None: that of a patched model, else a pool of its own.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if the file is damaged or another one, or of another model, other weights, dtype, block size or
+                stored dtype: it names what differs. Also if `pool` and `paged_config` contradict each other.
+            TypeError: if `model` is no Transformers model with generate().
+            OutOfBlocks: if the pool has too few blocks.
+        """
+        return serialize.load(cls, path, model, paged_config, pool)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a PagedCache cannot be pickled: its blocks belong to a pool. Use copy.deepcopy(cache) to fork it, "
-            "or save the dense tensors of [(layer.keys, layer.values) for layer in cache.layers]."
+            "cache.save(path) to store it, or save the dense tensors of [(layer.keys, layer.values) for layer in "
+            "cache.layers]."
         )

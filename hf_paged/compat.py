@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import cache_utils as _cache_utils
 from transformers import masking_utils as _masking_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
@@ -29,6 +29,7 @@ __all__ = [
     "DynamicCache",
     "EncoderDecoderCache",
     "PreTrainedConfig",
+    "generating_model",
     "library_layer",
     "mask_pattern",
     "reads_layer_types",
@@ -71,6 +72,22 @@ def window_of(layer_type: str, arguments: dict[str, Any]) -> tuple[bool, int | N
     if layer_type not in _PAGED_TYPES:
         return False, None
     return True, int(arguments["sliding_window"]) if _PAGED_TYPES[layer_type] else None
+
+
+def generating_model(model: Any) -> PreTrainedModel:
+    """The Transformers model inside: `model` itself, or what a PEFT model wraps.
+
+    Raises:
+        TypeError: if `model` is neither, or cannot generate.
+    """
+    if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise TypeError(
+            f"hf_paged needs a Transformers model with generate() (…ForCausalLM, …ForConditionalGeneration), got "
+            f"{type(model).__name__}"
+        )
+    return model
 
 
 def library_layer(layer_type: str, arguments: dict[str, Any]) -> Any:

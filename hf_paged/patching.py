@@ -11,6 +11,7 @@ calls through `self`, so that a deep-copied model is patched for itself:
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -78,7 +79,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
         TypeError: if `model` is not such a model, or an option is unknown.
         ValueError: if the model cannot be right with a paged cache, with the reason.
     """
-    target = _target(model)
+    target = compat.generating_model(model)
     fields = {field.name for field in dataclasses.fields(PagedConfig)}
     if unknown := sorted(set(options) - fields):
         raise TypeError(f"unknown option(s) {', '.join(unknown)}; PagedConfig has {', '.join(sorted(fields))}")
@@ -90,6 +91,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
         unpatch(target)
     _refuse(target)
     pool = KVPool(target.config, wanted)
+    pool.owner = weakref.ref(target)
     state = PatchState(wanted, pool)
     state.implementations = [(entry, entry._attn_implementation_internal) for entry in _configs(target)]
     for entry, before in state.implementations:
@@ -110,7 +112,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
 
 def unpatch(model: ModelT) -> ModelT:
     """Put the model back as it was before `patch`. Does nothing to a model that is not patched."""
-    target = _target(model)
+    target = compat.generating_model(model)
     state: PatchState | None = target.__dict__.pop(_STATE, None)
     if state is not None:
         for name in [*state.methods, "paged_pool"]:
@@ -124,7 +126,7 @@ def unpatch(model: ModelT) -> ModelT:
 @contextmanager
 def patched(model: ModelT, config: PagedConfig | None = None, **options: Any) -> Iterator[ModelT]:
     """`patch` for the length of a `with` block. A model that was patched before is as it was then, afterwards."""
-    target = _target(model)
+    target = compat.generating_model(model)
     before: PatchState | None = target.__dict__.get(_STATE)
     patch(model, config, **options)
     try:
@@ -140,19 +142,7 @@ def patched(model: ModelT, config: PagedConfig | None = None, **options: Any) ->
 
 def pool_of(model: Any) -> KVPool:
     """The pool of a patched model."""
-    return _state_of(_target(model)).pool
-
-
-def _target(model: Any) -> PreTrainedModel:
-    """The Transformers model inside."""
-    if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(
-            f"hf_paged needs a Transformers model with generate() (…ForCausalLM, …ForConditionalGeneration), got "
-            f"{type(model).__name__}"
-        )
-    return model
+    return _state_of(compat.generating_model(model)).pool
 
 
 def _refuse(model: PreTrainedModel) -> None:
@@ -246,6 +236,8 @@ def _prepare_cache_for_generation(
         cache = _paged_part(given)
         if cache is not None:
             cache.state.expected_columns = max_cache_length
+            if cache.pool.owner is None:
+                cache.pool.owner = weakref.ref(self)
             generation_config._hf_paged_call = _Call(cache, copies, False, generation_mode)
         else:
             state.pool.count_fallback(f"a {type(given).__name__} was passed in, so generate() is not paged")

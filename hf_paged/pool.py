@@ -46,6 +46,10 @@ class KVPool:
         config: the model's config (`model.config`); for composite models its text decoder part is used.
         paged_config: settings; None: defaults.
 
+    Attributes:
+        owner: the model whose keys and values these are, so that a cache can be saved without naming it; None: not
+            known. `patch`, `generate` of a patched model and `PagedCache.load` fill it in.
+
     Raises:
         TypeError: if `config` is not a Transformers config.
     """
@@ -54,6 +58,7 @@ class KVPool:
         if not isinstance(config, compat.PreTrainedConfig):
             raise TypeError(f"KVPool needs the model's config (model.config), got {type(config).__name__}")
         self.model_config = config
+        self.owner: weakref.ref[Any] | None = None
         self.config = paged_config if paged_config is not None else PagedConfig()
         self.backend = backends.choose(self.config.backend)
         self.layer_types = compat.reads_layer_types(config)
@@ -292,7 +297,11 @@ class KVPool:
 
     def __deepcopy__(self, memo: dict) -> "KVPool":
         # A copied model gets a pool of its own: a pool's content belongs to the caches that hold it.
-        return KVPool(self.model_config, self.config)
+        other = KVPool(self.model_config, self.config)
+        owner = self.owner() if self.owner is not None else None
+        if id(owner) in memo:
+            other.owner = weakref.ref(memo[id(owner)])
+        return other
 
     def __reduce__(self) -> Any:
         raise TypeError("a KVPool cannot be pickled: save the model without it (hf_paged.unpatch) and patch it again")

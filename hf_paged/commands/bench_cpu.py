@@ -7,22 +7,32 @@ is faster.
 
 import copy
 import gc
-import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-import hf_paged
-
 from .. import attention, compat
 from ..cache import PagedCache
-from .measure import PeakMemory, UsageError, Watch, dense_bytes, megabytes, spread, versions
+from .measure import (
+    TimedRun,
+    UsageError,
+    dense_bytes,
+    megabytes,
+    rotated,
+    same_ids,
+    say,
+    seconds_text,
+    spread,
+    timed_generate,
+    versions,
+    writable,
+    write_results,
+)
 from .prompts import long_prompt, ragged_prompts
 from .real_model import load_real_model
 
@@ -36,22 +46,11 @@ class _Bench:
 
     def __init__(self, repeat: int):
         self.repeat = repeat
-        self.model, self.tokenizer = load_real_model(progress=_say)
+        self.model, self.tokenizer = load_real_model(progress=say)
 
     def prompt(self, tokens: int) -> dict[str, torch.Tensor]:
         ids = long_prompt(self.tokenizer, tokens)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _say(text: str) -> None:
-    print(f"  {text}", flush=True)
-
-
-def _rotated(kinds: dict[str, Any], round_: int) -> list[str]:
-    """The kinds in an order that starts with another one each round, so that none always follows the same other."""
-    names = list(kinds)
-    first = round_ % len(names)
-    return names[first:] + names[:first]
 
 
 # -- whole calls of generate() ----------------------------------------------------------------------------------------
@@ -59,59 +58,50 @@ def _rotated(kinds: dict[str, Any], round_: int) -> list[str]:
 
 def _generate(bench: _Bench, name: str, inputs: dict[str, torch.Tensor], **options: Any) -> list[Entry]:
     """Time generate() with both of the library's caches and with ours, in turn."""
-    model = bench.model
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, **options}
     kinds: dict[str, dict[str, Any]] = {
         "DynamicCache": {},
         "StaticCache": {"cache_implementation": "static"},
         "hf_paged": {},
     }
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    ids: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
-    kv_bytes: dict[str, int] = dict.fromkeys(kinds, 0)
-    rss: dict[str, int | None] = dict.fromkeys(kinds)
-    extra: Entry = {}
+    runs: dict[str, list[TimedRun]] = {kind: [] for kind in kinds}
     for round_ in range(bench.repeat):
-        for kind in _rotated(kinds, round_):
-            more = kinds[kind]
-            if kind == "hf_paged":
-                hf_paged.patch(model)
-            gc.collect()
-            torch.manual_seed(0)
-            try:
-                with PeakMemory() as memory, Watch(model, NEW_TOKENS) as watch:
-                    start = time.perf_counter()
-                    ids[kind].append(model.generate(**inputs, **options, **more))
-                    times[kind].append(time.perf_counter() - start)
-                kv_bytes[kind] = watch.kv_bytes
-                if kind == "hf_paged":
-                    first, final, after = watch.first, watch.final, model.paged_stats()
-                    assert first is not None and final is not None
-                    kv_bytes[kind] = after.bytes_allocated + after.scratch_bytes
-                    extra = {
-                        "block_size": final.block_size,
-                        "prompt_blocks": first.used_blocks,
-                        "peak_used_blocks": after.peak_used_blocks,
-                        "slots_wasted": round(1 - final.utilization, 4),
-                        "fallbacks": after.fallbacks,
-                    }
-            finally:
-                hf_paged.unpatch(model)
-            rss[kind] = max(rss[kind] or 0, memory.peak) if memory.peak is not None else None
-        _say(f"{name} {round_ + 1}/{bench.repeat}: " + ", ".join(f"{k} {times[k][-1]:.2f} s" for k in kinds))
-    ours = ids["hf_paged"]
+        for kind in rotated(list(kinds), round_):
+            more = {**options, **kinds[kind]}
+            runs[kind].append(timed_generate(bench.model, inputs, NEW_TOKENS, kind == "hf_paged", **more))
+        times = ", ".join(f"{kind} {runs[kind][-1].seconds:.2f} s" for kind in kinds)
+        say(f"{name} {round_ + 1}/{bench.repeat}: {times}")
+    ours = runs["hf_paged"]
+    first, final, after = ours[-1].watch.first, ours[-1].watch.final, ours[-1].stats
+    assert first is not None and final is not None and after is not None
     entries = []
     for kind in ("DynamicCache", "StaticCache"):
-        same = all(
-            mine.shape == other.shape and bool((mine == other).all())
-            for mine, other in zip(ours, ids[kind], strict=True)
-        )
+        theirs = runs[kind]
         entries.append(
-            _entry(name, kind, times[kind], times["hf_paged"], same, kv_bytes[kind], kv_bytes["hf_paged"])
-            | extra
-            | {"baseline_peak_rss": rss[kind], "ours_peak_rss": rss["hf_paged"]}
+            _entry(
+                name,
+                kind,
+                [run.seconds for run in theirs],
+                [run.seconds for run in ours],
+                same_ids([run.ids for run in ours], [run.ids for run in theirs]),
+                theirs[-1].kv_bytes,
+                ours[-1].kv_bytes,
+            )
+            | {
+                "block_size": final.block_size,
+                "prompt_blocks": first.used_blocks,
+                "peak_used_blocks": after.peak_used_blocks,
+                "slots_wasted": round(1 - final.utilization, 4),
+                "fallbacks": after.fallbacks,
+                "baseline_peak_rss": _highest(theirs),
+                "ours_peak_rss": _highest(ours),
+            }
         )
     return entries
+
+
+def _highest(runs: list[TimedRun]) -> int | None:
+    peaks = [run.peak_rss for run in runs if run.peak_rss is not None]
+    return max(peaks, default=None)
 
 
 def _entry(
@@ -206,7 +196,7 @@ def _steps(
         for step in range(steps):
             ids = torch.randint(5, 1000, (rows, 1), generator=generator)
             positions = torch.full((rows, 1), past + step)
-            for kind in _rotated(caches, step):
+            for kind in rotated(list(caches), step):
                 cache = caches[kind]
                 paged = isinstance(cache, PagedCache)
                 model.config._attn_implementation_internal = attention.NAME if paged else before
@@ -445,8 +435,8 @@ CASES: dict[str, Callable[[_Bench], list[Entry]]] = {
 def _line(entry: Entry) -> str:
     low, high = entry["pairwise_ratio_quartiles"]
     text = (
-        f"{entry['case']:<13} {entry['baseline']:<13} {_seconds(entry['baseline_seconds']):>10} "
-        f"{_seconds(entry['ours_seconds']):>10}  {entry['ratio']:7.2f}x  [{low:.2f}, {high:.2f}]  "
+        f"{entry['case']:<13} {entry['baseline']:<13} {seconds_text(entry['baseline_seconds']):>10} "
+        f"{seconds_text(entry['ours_seconds']):>10}  {entry['ratio']:7.2f}x  [{low:.2f}, {high:.2f}]  "
         f"{'yes' if entry['identical'] else 'NO':<4}"
     )
     if entry["baseline_kv_bytes"]:
@@ -461,20 +451,17 @@ def _line(entry: Entry) -> str:
     return text
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
-
-
 def run(cases: list[str] | None = None, json_file: str | None = None, repeat: int = 5) -> int:
     """Run the cases, print a table, write the JSON. Returns 0 if all outputs were identical, else 1.
 
     Raises:
-        UsageError: for a case that does not exist, or a number of repetitions below 1.
+        UsageError: for a case that does not exist, a number of repetitions below 1, or a file that cannot be written.
     """
     if unknown := sorted(set(cases or []) - set(CASES)):
         raise UsageError(f"no case named {', '.join(unknown)}; there are {', '.join(CASES)}")
     if repeat < 1:
         raise UsageError(f"--repeat must be at least 1, got {repeat}")
+    target = writable(json_file)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)
     facts = versions()
@@ -485,11 +472,8 @@ def run(cases: list[str] | None = None, json_file: str | None = None, repeat: in
         print(f"{name}: {(CASES[name].__doc__ or '').splitlines()[0]}", flush=True)
         results.extend(CASES[name](bench))
         gc.collect()
-        if json_file is not None:  # after every case, so that an interruption loses one case and not all
-            target = Path(json_file)
-            partial = target.with_name(target.name + ".partial")
-            partial.write_text(json.dumps({"versions": facts, "cases": results}, indent=1) + "\n")
-            partial.replace(target)
+        if target is not None:  # after every case, so that an interruption loses one case and not all
+            write_results(target, facts, results)
     print("\ncase          baseline       baseline       ours    ratio   quartiles     same  key-value bytes")
     for entry in results:
         print(_line(entry))

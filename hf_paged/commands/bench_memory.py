@@ -20,15 +20,16 @@ request, until its own last token, so they are those of the request run alone.
 
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 
 from ..patching import patched
-from .measure import UsageError, megabytes, say, seconds_text, versions, writable, write_results
+from .measure import UsageError, megabytes, say, versions, writable, write_results
 from .prompts import instruction_prompts, left_padded
 from .real_model import load_real_model
 from .trace import BlockCounts, Recorder, RequestTrace, replay
@@ -50,6 +51,7 @@ def run_requests(
     mode: str,
     width: int,
     block_size: int = LIVE_BLOCK_SIZE,
+    on_forward: Callable[[int], object] = lambda forwards: None,
 ) -> tuple[list[RequestTrace], list[BlockCounts], dict[str, int]]:
     """Run requests through one patched generate() and watch what they hold.
 
@@ -60,6 +62,7 @@ def run_requests(
         mode: "beams" or "samples".
         width: beams or samples of each request.
         block_size: tokens per block.
+        on_forward: see `Recorder`.
 
     Returns:
         The moves of each request, what each held, and the fallbacks of the call.
@@ -74,7 +77,7 @@ def run_requests(
     torch.manual_seed(0)
     # Without prefix caching: requests of a batch must not find each other's prompts, nor those of an earlier call.
     with patched(model, block_size=block_size, prefix_caching=False):
-        with Recorder(model, [len(prompt) for prompt in prompts], new_tokens, width) as recorder:
+        with Recorder(model, [len(prompt) for prompt in prompts], new_tokens, width, on_forward) as recorder:
             model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest, **how)
         fallbacks = model.paged_stats().fallbacks
     for trace, wanted in zip(recorder.traces, new_tokens, strict=True):
@@ -137,17 +140,26 @@ def contiguous(traces: Iterable[RequestTrace], max_length: int) -> dict[str, dic
 
 
 class _Progress:
-    """Says where a case is, at most every ten seconds."""
+    """Says where a case is: about every ten seconds, and at its end."""
 
     def __init__(self, name: str, total: int):
         self.name, self.total = name, total
+        self.done = 0
         self.start = self.said = time.perf_counter()
 
-    def __call__(self, done: int) -> None:
-        now = time.perf_counter()
-        if done == self.total or now - self.said >= 10:
-            self.said = now
-            say(f"{self.name}: {done} of {self.total} requests, {now - self.start:.0f} s")
+    def forward(self, forwards: int, longest: int) -> None:
+        """The running call has done `forwards` of `longest` forwards."""
+        if time.perf_counter() - self.said >= 10:
+            self._say(f", token {forwards} of {longest} of the next")
+
+    def finish(self, requests: int) -> None:
+        self.done += requests
+        if self.done == self.total:
+            self._say()
+
+    def _say(self, more: str = "") -> None:
+        self.said = time.perf_counter()
+        say(f"{self.name}: {self.done} of {self.total} requests{more}, {self.said - self.start:.0f} s")
 
 
 def _case(
@@ -162,13 +174,20 @@ def _case(
     same = True
     for batch in _batches(requests, max(ROWS_AT_ONCE // width, 1)):
         new_tokens = [requests[index][1] for index in batch]
-        moves, held, reasons = run_requests(model, [prompts[index] for index in batch], new_tokens, mode, width)
+        moves, held, reasons = run_requests(
+            model,
+            [prompts[index] for index in batch],
+            new_tokens,
+            mode,
+            width,
+            on_forward=partial(progress.forward, longest=max(new_tokens)),
+        )
         traces.extend(moves)
         same &= held == [replay(trace, LIVE_BLOCK_SIZE) for trace in moves]
         live = sum(held, live)
         for reason, calls in reasons.items():
             fallbacks[reason] = fallbacks.get(reason, 0) + calls
-        progress(len(traces))
+        progress.finish(len(batch))
     seconds = time.perf_counter() - progress.start
     config = model.config
     return {
@@ -311,7 +330,6 @@ def run(
             for mode in MODES:
                 for width in widths:
                     results.append(_case(model, workload, lengths, prompts, mode, width, block_sizes, max_length))
-                    say(f"{results[-1]['case']}: done in {seconds_text(results[-1]['seconds'])}")
                     if target is not None:
                         write_results(target, facts, results)
     except KeyboardInterrupt:

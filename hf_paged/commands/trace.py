@@ -5,7 +5,7 @@ run of the model gives the moves, and they are made again in a `BlockPool` and `
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,7 @@ class Recorder:
         prompts: tokens of each request's prompt.
         new_tokens: new tokens of each request.
         width: beams or samples of each.
+        on_forward: called after every forward with how many there have been.
 
     Attributes:
         traces: what was recorded, per request.
@@ -136,12 +137,20 @@ class Recorder:
         RuntimeError: during generate(), if the cache does not hold what these requests must have stored.
     """
 
-    def __init__(self, model: Any, prompts: Sequence[int], new_tokens: Sequence[int], width: int):
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[int],
+        new_tokens: Sequence[int],
+        width: int,
+        on_forward: Callable[[int], object] = lambda forwards: None,
+    ):
         self.width = width
         self.traces = [RequestTrace(prompt, width) for prompt in prompts]
         self.counts = [BlockCounts(model.paged_pool.config.block_size) for _ in prompts]
         self._model = model
         self._new_tokens = list(new_tokens)
+        self._on_forward = on_forward
         self._forwards = 0
         self._parents: list[int] | None = None
 
@@ -158,6 +167,7 @@ class Recorder:
             raise RuntimeError("the recorder needs a patched model whose layers all keep the same tokens")
         rows = cache.state.tables[0].rows
         self._forwards += 1
+        self._on_forward(self._forwards)
         if self._forwards == 1:
             self._expect(rows, [trace.prompt for trace in self.traces])
             self._observe_reordering(cache)

@@ -1,4 +1,4 @@
-"""The command line: `python -m hf_paged demo`, `python -m hf_paged bench cpu`."""
+"""The command line: `python -m hf_paged demo`, `python -m hf_paged bench cpu`, `bench memory` and `bench trend`."""
 
 import argparse
 import sys
@@ -20,7 +20,56 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--list", action="store_true", help="list the cases and stop")
     cpu.add_argument("--json", metavar="FILE", help="write the results there, too")
     cpu.add_argument("--repeat", type=int, default=5, metavar="N", help="alternating repetitions (default 5)")
+    memory = kinds.add_parser("memory", help="blocks saved by beams and samples that share a prompt, on the CPU")
+    memory.add_argument("--dataset", default="alpaca", metavar="NAME", help="alpaca (default), sharegpt or both")
+    memory.add_argument("--requests", type=int, metavar="N", help="requests of each (default 100; sharegpt 16)")
+    memory.add_argument(
+        "--block-sizes", type=int, nargs="+", default=[1, 8, 16, 32], metavar="N", help="default 1 8 16 32"
+    )
+    memory.add_argument(
+        "--widths", type=int, nargs="+", default=[2, 4, 6], metavar="N", help="beams and samples (default 2 4 6)"
+    )
+    memory.add_argument(
+        "--max-length", type=int, default=2048, metavar="N", help="tokens that reserving the maximum reserves (2048)"
+    )
+    memory.add_argument("--json", metavar="FILE", help="write the results there after every case, too")
+    trend = kinds.add_parser("trend", help="savings over prompt length, beams or samples, and batch, on the CPU")
+    trend.add_argument(
+        "--only",
+        action="append",
+        metavar="CELLS",
+        help="such as 'beams width=4 prompt=512'; may be given several times",
+    )
+    trend.add_argument("--new-tokens", type=int, default=16, metavar="N", help="tokens to generate (default 16)")
+    trend.add_argument("--repeat", type=int, default=3, metavar="N", help="alternating repetitions (default 3)")
+    trend.add_argument("--json", metavar="FILE", help="write the results there after every cell, too")
+    trend.add_argument("--plot", metavar="FILE", help="draw them there (.svg or .png; needs matplotlib)")
     return parser
+
+
+def _bench_memory(options: argparse.Namespace) -> int:
+    from .commands import bench_memory
+
+    return bench_memory.run(
+        dataset=options.dataset,
+        requests=options.requests,
+        block_sizes=options.block_sizes,
+        widths=options.widths,
+        max_length=options.max_length,
+        json_file=options.json,
+    )
+
+
+def _bench_trend(options: argparse.Namespace) -> int:
+    from .commands import bench_trend
+
+    return bench_trend.run(
+        only=options.only,
+        new_tokens=options.new_tokens,
+        repeat=options.repeat,
+        json_file=options.json,
+        plot_file=options.plot,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .commands import demo
 
             return demo.run(prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
+        if options.kind == "memory":
+            return _bench_memory(options)
+        if options.kind == "trend":
+            return _bench_trend(options)
         from .commands import bench_cpu
 
         if options.list:

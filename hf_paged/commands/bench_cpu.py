@@ -7,12 +7,10 @@ is faster.
 
 import copy
 import gc
-import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import transformers
@@ -21,7 +19,7 @@ from .. import attention, compat
 from ..cache import PagedCache
 from .bench_sharing import SHARING_CASES
 from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, time_generate, time_steps
-from .measure import UsageError, dense_bytes, megabytes, versions
+from .measure import UsageError, dense_bytes, megabytes, seconds_text, versions, writable, write_results
 from .prompts import ragged_prompts
 
 
@@ -280,8 +278,8 @@ CASES: dict[str, Callable[[Bench], list[Entry]]] = {
 def _line(entry: Entry) -> str:
     low, high = entry["pairwise_ratio_quartiles"]
     text = (
-        f"{entry['case']:<13} {entry['baseline']:<13} {_seconds(entry['baseline_seconds']):>10} "
-        f"{_seconds(entry['ours_seconds']):>10}  {entry['ratio']:7.2f}x  [{low:.2f}, {high:.2f}]  "
+        f"{entry['case']:<13} {entry['baseline']:<13} {seconds_text(entry['baseline_seconds']):>10} "
+        f"{seconds_text(entry['ours_seconds']):>10}  {entry['ratio']:7.2f}x  [{low:.2f}, {high:.2f}]  "
         f"{'yes' if entry['identical'] else 'NO':<4}"
     )
     if entry["baseline_kv_bytes"]:
@@ -296,20 +294,17 @@ def _line(entry: Entry) -> str:
     return text
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
-
-
 def run(cases: list[str] | None = None, json_file: str | None = None, repeat: int = 5) -> int:
     """Run the cases, print a table, write the JSON. Returns 0 if all outputs were identical, else 1.
 
     Raises:
-        UsageError: for a case that does not exist, or a number of repetitions below 1.
+        UsageError: for a case that does not exist, a number of repetitions below 1, or a file that cannot be written.
     """
     if unknown := sorted(set(cases or []) - set(CASES)):
         raise UsageError(f"no case named {', '.join(unknown)}; there are {', '.join(CASES)}")
     if repeat < 1:
         raise UsageError(f"--repeat must be at least 1, got {repeat}")
+    target = writable(json_file)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)
     facts = versions()
@@ -320,11 +315,8 @@ def run(cases: list[str] | None = None, json_file: str | None = None, repeat: in
         print(f"{name}: {(CASES[name].__doc__ or '').splitlines()[0]}", flush=True)
         results.extend(CASES[name](bench))
         gc.collect()
-        if json_file is not None:  # after every case, so that an interruption loses one case and not all
-            target = Path(json_file)
-            partial = target.with_name(target.name + ".partial")
-            partial.write_text(json.dumps({"versions": facts, "cases": results}, indent=1) + "\n")
-            partial.replace(target)
+        if target is not None:  # after every case, so that an interruption loses one case and not all
+            write_results(target, facts, results)
     print("\ncase          baseline       baseline       ours    ratio   quartiles     same  key-value bytes")
     for entry in results:
         print(_line(entry))

@@ -10,8 +10,8 @@ import transformers
 import hf_paged
 
 from ..backends import torch_strided
-from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, say, time_generate, time_steps
-from .measure import dense_bytes
+from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, time_generate, time_steps
+from .measure import dense_bytes, say
 from .prompts import INSTRUCTIONS, long_prompt, ragged_prompts
 
 

@@ -1,17 +1,14 @@
 """What the CPU benchmarks share: running a case with the library's caches and with ours in turn, and its numbers."""
 
-import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import hf_paged
-
 from .. import attention, compat
 from ..cache import PagedCache
-from .measure import PeakMemory, Watch, spread
+from .measure import TimedRun, rotated, same_ids, say, spread, timed_generate
 from .prompts import long_prompt
 from .real_model import load_real_model
 
@@ -32,17 +29,6 @@ class Bench:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def say(text: str) -> None:
-    print(f"  {text}", flush=True)
-
-
-def rotated(kinds: dict[str, Any], round_: int) -> list[str]:
-    """The kinds in an order that starts with another one each round, so that none always follows the same other."""
-    names = list(kinds)
-    first = round_ % len(names)
-    return names[first:] + names[:first]
-
-
 # -- whole calls of generate() ----------------------------------------------------------------------------------------
 
 
@@ -50,59 +36,50 @@ def time_generate(
     bench: Bench, name: str, inputs: dict[str, torch.Tensor], new_tokens: int = NEW_TOKENS, **options: Any
 ) -> list[Entry]:
     """Time generate() with both of the library's caches and with ours, in turn; each of our calls is the first one."""
-    model = bench.model
-    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, **options}
     kinds: dict[str, dict[str, Any]] = {
         "DynamicCache": {},
         "StaticCache": {"cache_implementation": "static"},
         "hf_paged": {},
     }
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    ids: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
-    kv_bytes: dict[str, int] = dict.fromkeys(kinds, 0)
-    rss: dict[str, int | None] = dict.fromkeys(kinds)
-    extra: Entry = {}
+    runs: dict[str, list[TimedRun]] = {kind: [] for kind in kinds}
     for round_ in range(bench.repeat):
-        for kind in rotated(kinds, round_):
-            more = kinds[kind]
-            if kind == "hf_paged":
-                hf_paged.patch(model)
-            gc.collect()
-            torch.manual_seed(0)
-            try:
-                with PeakMemory() as memory, Watch(model, new_tokens) as watch:
-                    start = time.perf_counter()
-                    ids[kind].append(model.generate(**inputs, **options, **more))
-                    times[kind].append(time.perf_counter() - start)
-                kv_bytes[kind] = watch.kv_bytes
-                if kind == "hf_paged":
-                    first, final, after = watch.first, watch.final, model.paged_stats()
-                    assert first is not None and final is not None
-                    kv_bytes[kind] = after.bytes_allocated + after.scratch_bytes
-                    extra = {
-                        "block_size": final.block_size,
-                        "prompt_blocks": first.used_blocks,
-                        "peak_used_blocks": after.peak_used_blocks,
-                        "slots_wasted": round(1 - final.utilization, 4),
-                        "fallbacks": after.fallbacks,
-                    }
-            finally:
-                hf_paged.unpatch(model)
-            rss[kind] = max(rss[kind] or 0, memory.peak) if memory.peak is not None else None
-        say(f"{name} {round_ + 1}/{bench.repeat}: " + ", ".join(f"{k} {times[k][-1]:.2f} s" for k in kinds))
-    ours = ids["hf_paged"]
+        for kind in rotated(list(kinds), round_):
+            more = {**options, **kinds[kind]}
+            runs[kind].append(timed_generate(bench.model, inputs, new_tokens, kind == "hf_paged", **more))
+        times = ", ".join(f"{kind} {runs[kind][-1].seconds:.2f} s" for kind in kinds)
+        say(f"{name} {round_ + 1}/{bench.repeat}: {times}")
+    ours = runs["hf_paged"]
+    first, final, after = ours[-1].watch.first, ours[-1].watch.final, ours[-1].stats
+    assert first is not None and final is not None and after is not None
     entries = []
     for kind in ("DynamicCache", "StaticCache"):
-        same = all(
-            mine.shape == other.shape and bool((mine == other).all())
-            for mine, other in zip(ours, ids[kind], strict=True)
-        )
+        theirs = runs[kind]
         entries.append(
-            make_entry(name, kind, times[kind], times["hf_paged"], same, kv_bytes[kind], kv_bytes["hf_paged"])
-            | extra
-            | {"baseline_peak_rss": rss[kind], "ours_peak_rss": rss["hf_paged"]}
+            make_entry(
+                name,
+                kind,
+                [run.seconds for run in theirs],
+                [run.seconds for run in ours],
+                same_ids([run.ids for run in ours], [run.ids for run in theirs]),
+                theirs[-1].kv_bytes,
+                ours[-1].kv_bytes,
+            )
+            | {
+                "block_size": final.block_size,
+                "prompt_blocks": first.used_blocks,
+                "peak_used_blocks": after.peak_used_blocks,
+                "slots_wasted": round(1 - final.utilization, 4),
+                "fallbacks": after.fallbacks,
+                "baseline_peak_rss": _highest(theirs),
+                "ours_peak_rss": _highest(ours),
+            }
         )
     return entries
+
+
+def _highest(runs: list[TimedRun]) -> int | None:
+    peaks = [run.peak_rss for run in runs if run.peak_rss is not None]
+    return max(peaks, default=None)
 
 
 def make_entry(
@@ -177,7 +154,7 @@ def time_steps(
         for step in range(steps):
             ids = torch.randint(5, 1000, (rows, 1), generator=generator)
             positions = torch.full((rows, 1), past + step)
-            for kind in rotated(caches, step):
+            for kind in rotated(list(caches), step):
                 cache = caches[kind]
                 before(kind)
                 paged = isinstance(cache, PagedCache)

@@ -1,13 +1,16 @@
-"""Real prompts: one long document, instructions of unlike lengths, and left-padded batches cut from the document.
+"""Real prompts: one long document, instructions of unlike lengths, and left-padded batches.
 
 The lengths a benchmark asks for are met exactly, in tokens. The texts are this project's own.
 """
 
+import random
 from collections.abc import Sequence
 from importlib import resources
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from .instructions import ADDITIONS, AUDIENCES, COUNTS, PASSAGE_TASKS, TASKS, TOPICS
 
 LONG_DOCUMENT: str = resources.files(__package__).joinpath("long_document.txt").read_text(encoding="utf-8").strip()
 """A report of about 2,400 words; 2,900 tokens of SmolLM2. No passage occurs twice."""
@@ -119,13 +122,85 @@ def ragged_prompts(tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int]) -
     if tokenizer.pad_token_id is None:
         raise ValueError("The tokenizer has no padding token; set tokenizer.pad_token.")
 
-    input_ids = torch.full((len(lengths), max(lengths)), tokenizer.pad_token_id)
+    starts = _starts(document, len(lengths))
+    rows = [_passage(document, start, length) for start, length in zip(starts, lengths, strict=True)]
+    return left_padded(rows, tokenizer.pad_token_id)
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A left-padded batch of token ids.
+
+    Returns:
+        Token ids `[len(rows), longest row]`, int64, and their attention mask of the same shape, int64.
+    """
+    input_ids = torch.full((len(rows), max(len(row) for row in rows)), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
-    for row, (start, length) in enumerate(zip(_starts(document, len(lengths)), lengths, strict=True)):
-        passage = (document[start:] + document[:start])[:length]
-        input_ids[row, -length:] = torch.tensor(passage)
-        attention_mask[row, -length:] = 1
+    for index, row in enumerate(rows):
+        input_ids[index, -len(row) :] = torch.tensor(row)
+        attention_mask[index, -len(row) :] = 1
     return input_ids, attention_mask
+
+
+def instruction_prompts(tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Instructions of exactly the lengths asked for, without a chat template, no two of them equal.
+
+    A length that an instruction made from the word lists has is met by a whole instruction. A greater one is met by a
+    task and as much of a passage of the long document as fits, each from a place of its own; any other by an
+    instruction cut short.
+
+    Args:
+        tokenizer: turns the texts into tokens.
+        lengths: tokens of each prompt, in any order.
+        seed: of the order in which words are combined.
+
+    Returns:
+        Token ids, one list per length, in the order of `lengths`.
+
+    Raises:
+        ValueError: a length is not between 1 and the tokens of the document, or there are too few unlike prompts of it.
+    """
+    document = _encode(tokenizer, LONG_DOCUMENT)
+    if not all(1 <= length <= len(document) for length in lengths):
+        raise ValueError(f"lengths must be between 1 and {len(document)} tokens; got {list(lengths)}.")
+    texts = _instructions(random.Random(seed))
+    encoded = [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for ids in encoded:
+        by_length.setdefault(len(ids), []).append(ids)
+    tasks = [_encode(tokenizer, f"{task}\n\n") for task in PASSAGE_TASKS]
+    taken: set[tuple[int, ...]] = set()
+    prompts = []
+    for index, length in enumerate(lengths):
+        candidates: list[tuple[int, ...]] = by_length.get(length, [])
+        prompt = next((ids for ids in candidates if ids not in taken), None)
+        task = tasks[index % len(tasks)]
+        if prompt is None and length >= 2 * len(task):
+            start = index * len(document) // len(lengths)
+            prompt = (*task, *_passage(document, start, length - len(task)))
+        if prompt is None or prompt in taken:
+            cut = (ids[:length] for ids in encoded if len(ids) > length)
+            prompt = next((ids for ids in cut if ids not in taken), None)
+        if prompt is None:
+            raise ValueError(f"there are too few instructions for that many unlike prompts of {length} tokens.")
+        taken.add(prompt)
+        prompts.append(list(prompt))
+    return prompts
+
+
+def _instructions(generator: random.Random, count: int = 4000) -> list[str]:
+    """`count` instructions from the word lists, no two equal, the same for a generator of the same seed."""
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        topic, other = generator.sample(TOPICS, 2)
+        task = generator.choice(TASKS) + "".join(generator.sample(ADDITIONS, generator.randrange(3)))
+        words = {"audience": generator.choice(AUDIENCES), "count": generator.choice(COUNTS)}
+        texts[task.format(topic=topic, other=other, **words)] = None
+    return list(texts)
+
+
+def _passage(document: list[int], start: int, length: int) -> list[int]:
+    """`length` tokens of the document from `start`; its beginning follows its end."""
+    return (document[start:] + document[:start])[:length]
 
 
 def _starts(document: list[int], num_rows: int) -> list[int]:

@@ -510,8 +510,9 @@ def _take(state: CacheState, tables: RowTables, rows: list[_Row]) -> list[int]:
         The id of every block of the file.
     """
     tables.add_rows(len(rows))
-    spread = state._spread(tables, [row.length for row in rows])
-    taken = tables.pool.allocate_rows([row.fresh for row in rows], [None] * len(rows), spread)
+    room = state.room(tables, [row.length for row in rows])
+    spread = room if len(rows) > 1 else 0
+    taken = tables.pool.allocate_rows([row.fresh for row in rows], [None] * len(rows), spread, room)
     ids = list(chain.from_iterable(taken))
     for table, row in zip(tables.rows, rows, strict=True):
         tables.pool.share([ids[block] for block in row.blocks if block < row.known])

@@ -285,10 +285,11 @@ class CacheState:
             self._leave_window(tables, window)
             tables.pool.require(tables.blocks_needed(entries))
         past = [[row.length for row in tables.rows] for tables in self.tables]
-        copies = [
-            tables.append(entries, 0 if window is not None else self._spread(tables, entries), lend=True)
-            for tables, window, entries in zip(self.tables, self.windows, wanted, strict=True)
-        ]
+        copies = []
+        for tables, window, entries in zip(self.tables, self.windows, wanted, strict=True):
+            room = self.room(tables, entries)
+            together = window is None and sum(1 for count in entries if count) > 1
+            copies.append(tables.append(entries, room if together else 0, lend=True, room=room))
         self.lead, self.real, self.inner_pads = list(lead), real, inner
         if inner:
             self.known.clear()  # the library's windows count the pads, so the keys depend on them
@@ -322,11 +323,9 @@ class CacheState:
         for index, row in enumerate(tables.rows):
             tables.drop_before(index, row.length - window + 1)
 
-    def _spread(self, tables: RowTables, entries: list[int]) -> int:
-        """Blocks to leave free behind each row's new blocks, for the row to grow into: as many as the caller may still
-        need, but no more than an eighth of what the row holds, or 8."""
-        if sum(1 for count in entries if count) < 2:
-            return 0
+    def room(self, tables: RowTables, entries: list[int]) -> int:
+        """Blocks that each row may still need behind its new ones: as many as the caller has announced, but no more
+        than an eighth of what the row holds, or 8."""
         size = self.pool.config.block_size
         longest = max(row.length + count for row, count in zip(tables.rows, entries, strict=True))
         if self.expected_columns is None:

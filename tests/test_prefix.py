@@ -538,6 +538,19 @@ def test_random_calls_over_a_small_pool(family):
     assert paged.paged_stats().free_blocks == paged.paged_stats().num_blocks
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_made_of_reused_blocks_lies_together(rows):
+    """So that it is read as one view, as in an empty pool."""
+    _, paged = pair("llama", block_size=4)
+    for seed in range(4):
+        inputs = ids_of(*(random_row(40, 10 * seed + row) for row in range(rows)))
+        out = run(paged, inputs, max_new_tokens=14, min_new_tokens=14, return_dict_in_generate=True)
+        runs = [row.runs for row in cache_of(out).state.tables[0].rows]
+        assert [len(entry) for entry in runs] == [1] * rows
+        del out
+    assert paged.paged_stats().evictions > 0
+
+
 def test_counters_agree_with_a_trace_by_hand():
     _, paged = pair("llama", block_size=4, num_blocks=8)
     pool = paged.paged_pool

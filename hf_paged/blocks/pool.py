@@ -6,6 +6,7 @@ a block is held by reference count, shared blocks are read-only, and a freed blo
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 NULL_BLOCK = 0
 """Id of the reserved null block: never handed out, its slots hold zeros, padding entries of a table name it."""
@@ -126,7 +127,9 @@ class BlockPool:
         """
         return self.allocate_rows([count], [after])[0]
 
-    def allocate_rows(self, counts: Sequence[int], after: Sequence[int | None], spread: int = 0) -> list[list[int]]:
+    def allocate_rows(
+        self, counts: Sequence[int], after: Sequence[int | None], spread: int = 0, room: int = 0
+    ) -> list[list[int]]:
         """Take blocks for several rows at once, all or nothing.
 
         Rows that cannot continue their own run get runs at a uniform distance where there is room, so that a backend
@@ -136,6 +139,8 @@ class BlockPool:
             counts: blocks wanted, per row.
             after: per row the id its new blocks should follow, or None.
             spread: ids to leave free behind each new run, for the row to grow into. A wish, not a reservation.
+            room: where cached blocks have to be reused, free so many more per row, so that rows find their next blocks
+                beside the last ones.
 
         Raises:
             OutOfBlocks: if fewer are available; nothing is taken then.
@@ -145,6 +150,9 @@ class BlockPool:
         if needed == 0:
             return [[] for _ in counts]
         self._grow_for(needed)
+        if len(self._free) < needed:
+            # All at once and before any is taken: what was released together lies together.
+            self._evict(needed + room * len(counts) - len(self._free))
         taken: list[list[int]] = [[] for _ in counts]
         waiting = []
         for row, (count, previous) in enumerate(zip(counts, after, strict=True)):
@@ -168,7 +176,7 @@ class BlockPool:
         for place, (row, count) in enumerate(zip(rows, missing, strict=True)):
             first = start + place * stride if start else (self._find_run(count) if count > 1 else 0)
             for offset in range(count):
-                block = first + offset if first else self._any_block()
+                block = first + offset if first else next(iter(self._free))
                 self._take(block)
                 taken[row].append(block)
 
@@ -191,17 +199,15 @@ class BlockPool:
             self.grow(lacking)
         return start
 
-    def _any_block(self) -> int:
-        if self._free:
-            return next(iter(self._free))
-        block = next(iter(self._cached))
-        if self.on_evict is not None:
-            self.on_evict(block)
-        del self._cached[block]
-        self._promised.pop(block, None)
-        self.evictions += 1
-        self._set_free(block)
-        return block
+    def _evict(self, count: int) -> None:
+        """Make up to `count` cached blocks free, least recently released first."""
+        for block in list(islice(self._cached, count)):
+            if self.on_evict is not None:
+                self.on_evict(block)
+            del self._cached[block]
+            self._promised.pop(block, None)
+            self.evictions += 1
+            self._set_free(block)
 
     def require(self, needed: int) -> None:
         """Raise `OutOfBlocks` unless `needed` blocks can be had."""

@@ -159,12 +159,14 @@ class RowTables:
                     writers.append(index)
         return writers
 
-    def append(self, counts: Sequence[int], spread: int = 0, lend: bool = False) -> list[tuple[int, int]]:
+    def append(
+        self, counts: Sequence[int], spread: int = 0, lend: bool = False, room: int = 0
+    ) -> list[tuple[int, int]]:
         """Make room for `counts[i]` new tokens in row i, all rows or none.
 
         Args:
             counts: new tokens, per row; 0 leaves a row alone.
-            spread: see `BlockPool.allocate_rows`.
+            spread, room: see `BlockPool.allocate_rows`.
             lend: hold the sources of copies until `return_lent`, so that nobody else writes to them before.
 
         Returns:
@@ -187,7 +189,7 @@ class RowTables:
                 kept = row.blocks[-2:-1] if index in is_writer else row.blocks[-1:]
                 after.append(kept[0] if kept else None)
                 growing.append(index)
-        taken = self.pool.allocate_rows(wanted, after, spread)
+        taken = self.pool.allocate_rows(wanted, after, spread, room)
         copies = []
         for index, blocks in zip(growing, taken, strict=True):
             row = self.rows[index]

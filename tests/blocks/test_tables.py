@@ -26,9 +26,9 @@ class WatchedPool(BlockPool):
         self.freed.append(block)
         super()._set_free(block)
 
-    def allocate_rows(self, counts, after, spread=0):
+    def allocate_rows(self, counts, after, spread=0, room=0):
         self.requests.append(sum(counts))
-        return super().allocate_rows(counts, after, spread)
+        return super().allocate_rows(counts, after, spread, room)
 
 
 def prompt_and_beams(pool: BlockPool, size: int, prompt: int, own: list[int]) -> ModelledRows:

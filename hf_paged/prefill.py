@@ -110,6 +110,9 @@ def why_not_shared(
         return f"the model is given {', '.join(unknown)}"
     if input_ids.shape[1] == 0:
         return "the prompt is empty"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not cache.get_seq_length() and mask.shape != input_ids.shape:
+        return "the attention mask has another shape than the ids"
     methods = ("batch_repeat_interleave", "batch_select_indices")
     if any(not hasattr(layer, method) for layer in cache.other_layers for method in methods):
         return "some layers keep a recurrent state"

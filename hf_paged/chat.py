@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from . import compat
+from .blocks import common_prefix
 from .cache import PagedCache
 from .patching import patch, pool_of
 from .prefill import identity_of
@@ -100,10 +101,7 @@ class Chat:
         if columns:
             usable = known.identity is not None and known.columns == columns and known.real is None
             if usable and known.identity == identity_of(self.model):
-                held, wanted = known.row(0), input_ids[0].tolist()
-                pairs = enumerate(zip(held, wanted, strict=False))
-                same = next((place for place, (a, b) in pairs if a != b), min(len(held), len(wanted)))
-                same = min(same, len(wanted) - 1)
+                same = min(common_prefix(known.row(0), input_ids[0].tolist()), input_ids.shape[1] - 1)
                 try:
                     cache.crop(same - columns)
                 except RuntimeError:  # a sliding window has let go of what would come back

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from . import attention, compat
+from .blocks import common_prefix
 from .cache import PagedCache
 
 # Tokens that all rows must have in common before they are computed ahead of the rest.
@@ -279,9 +280,8 @@ def _common(prompt: _Prompt) -> int:
     tokens = prompt.tokens
     if tokens is None or len(tokens) < 2:
         return 0
-    low, high = min(tokens), max(tokens)  # the two that differ first
-    common = next((place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    common = min(common, min(map(len, tokens)) - 1)
+    # The least and the greatest are the two that differ first.
+    common = min(common_prefix(min(tokens), max(tokens)), min(map(len, tokens)) - 1)
     return common if common >= LONG_PREFIX else 0
 
 
@@ -415,7 +415,7 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
         state.copy_prefix(first, [row for row in range(len(done)) if row != first])
         done = [work.common] * len(done)
     run([(row, begin, len(own)) for row, (own, begin) in enumerate(zip(tokens, done, strict=True))])
-    if cache.pool.loose_windows and (forwards > 1 or any(work.done) or None in logits):
+    if cache.pool.loose_windows and (forwards > 1 or any(work.done) or any(entry is None for entry in logits)):
         cache.reset()
         return None
     state.lead, state.real = list(prompt.lead), prompt.mask

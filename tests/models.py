@@ -317,6 +317,23 @@ def tokenizer_of_words():
     )
 
 
+class Computed:
+    """Counts the tokens that a model's first layer computes queries for."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        names = ("q_proj", "query_key_value", "c_attn")
+        module = next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in names)
+        module.register_forward_hook(self._count)
+
+    def _count(self, module, inputs, output):
+        self.tokens += inputs[0].shape[:-1].numel()
+
+    def since(self):
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+
 class Watch(StoppingCriteria):
     """Notes the pool's numbers after every step; never stops anything."""
 

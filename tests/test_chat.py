@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import build, pair, run, tokenizer_of_words
+from models import Computed, build, pair, run, tokenizer_of_words
 
 import hf_paged
 
@@ -14,21 +14,6 @@ def row(length, seed):
 def shown(ids):
     """Without a mask the library takes every pad id for a pad, also one that was generated."""
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-class Computed:
-    """Counts the tokens of each forward."""
-
-    def __init__(self, model):
-        self.tokens = 0
-        model.model.register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _count(self, module, args, kwargs):
-        self.tokens += kwargs["input_ids"].numel()
-
-    def since(self):
-        tokens, self.tokens = self.tokens, 0
-        return tokens
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

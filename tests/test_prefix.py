@@ -10,6 +10,7 @@ import transformers
 from models import (
     EOS,
     VOCAB,
+    Computed,
     assert_close,
     assert_equal,
     build,
@@ -28,23 +29,6 @@ from hf_paged.blocks import PrefixIndex
 
 pytestmark = pytest.mark.filterwarnings("ignore:hf_paged")
 FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt2", "gpt_oss", "gpt_neox"]
-
-
-class Computed:
-    """Counts the tokens that a model's first layer computes queries for."""
-
-    def __init__(self, model):
-        self.tokens = 0
-        names = ("q_proj", "query_key_value", "c_attn")
-        module = next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in names)
-        module.register_forward_hook(self._count)
-
-    def _count(self, module, inputs, output):
-        self.tokens += inputs[0].shape[:-1].numel()
-
-    def since(self):
-        tokens, self.tokens = self.tokens, 0
-        return tokens
 
 
 def ids_of(*rows):

@@ -19,6 +19,12 @@ from .pool import BlockPool
 from .tables import BlockTable, RowTables
 
 
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading tokens two sequences have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 class _Node:
     """One block's worth of tokens.
 
@@ -150,11 +156,7 @@ class PrefixIndex:
         """The child that shares the most leading tokens, and how many."""
         best, most = None, 0
         for child in node.by_first.get(tokens[0], ()) if tokens else ():
-            common = 0
-            for mine, theirs in zip(tokens, child.tokens, strict=False):
-                if mine != theirs:
-                    break
-                common += 1
+            common = common_prefix(tokens, child.tokens)
             if common > most:
                 best, most = child, common
         return best, most

@@ -9,7 +9,6 @@ import copy
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -19,7 +18,7 @@ from .. import attention, compat
 from ..cache import PagedCache
 from .bench_sharing import SHARING_CASES
 from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, time_generate, time_steps
-from .measure import UsageError, dense_bytes, megabytes, seconds_text, versions, writable, write_results
+from .measure import UsageError, dense_bytes, megabytes, opening, seconds_text, writable, write_results
 from .prompts import ragged_prompts
 
 
@@ -305,10 +304,7 @@ def run(cases: list[str] | None = None, json_file: str | None = None, repeat: in
     if repeat < 1:
         raise UsageError(f"--repeat must be at least 1, got {repeat}")
     target = writable(json_file)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore", FutureWarning)
-    facts = versions()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = opening()
     bench = Bench(repeat)
     results: list[Entry] = []
     for name in cases or CASES:

@@ -19,17 +19,15 @@ request, until its own last token, so they are those of the request run alone.
 """
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 
 from ..patching import patched
-from .measure import UsageError, megabytes, say, versions, writable, write_results
+from .measure import UsageError, megabytes, opening, say, writable, write_results
 from .prompts import instruction_prompts, left_padded
 from .real_model import load_real_model
 from .trace import BlockCounts, Recorder, RequestTrace, replay
@@ -316,10 +314,7 @@ def run(
         raise UsageError(f"--max-length must hold the longest sequence, {longest} tokens, got {max_length}")
     target = writable(json_file)
 
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore", FutureWarning)
-    facts = versions()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = opening()
     model, tokenizer = load_real_model(progress=say)
     results: list[Entry] = []
     try:

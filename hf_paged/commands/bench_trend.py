@@ -7,25 +7,22 @@ and all that is saved is saved between the beams or samples of one prompt.
 """
 
 import importlib.util
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from .measure import (
     TimedRun,
     UsageError,
     megabytes,
+    opening,
     rotated,
     same_ids,
     say,
     seconds_text,
     spread,
     timed_generate,
-    versions,
     writable,
     write_results,
 )
@@ -235,10 +232,7 @@ def run(
             raise UsageError(f"{option} must be at least {least}, got {value}")
     target, plot = writable(json_file), _plot_target(plot_file)
 
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore", FutureWarning)
-    facts = versions()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = opening()
     model, tokenizer = load_real_model(progress=say)
     results: list[Entry] = []
     status = 0

@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,15 @@ def versions() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "thp_mem_alloc_enable": os.environ.get("THP_MEM_ALLOC_ENABLE", "0"),
     }
+
+
+def opening() -> dict[str, Any]:
+    """Quieten the library, print versions and machine, and return them."""
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore", FutureWarning)
+    facts = versions()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    return facts
 
 
 def _cpu_name() -> str:

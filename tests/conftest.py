@@ -1,10 +1,12 @@
-"""Shared settings of the tests: one thread, no chatter, and the thresholds of the backend made small on demand."""
+"""Shared settings of the tests: one thread, no chatter, new memory full of NaN, and the thresholds of the backend made
+small on demand."""
 
 import pytest
 import torch
 import transformers
 
 from hf_paged.backends import torch_strided
+from hf_paged.store import LayerStore, Memory
 
 transformers.logging.set_verbosity_error()
 
@@ -13,6 +15,22 @@ transformers.logging.set_verbosity_error()
 def _one_thread():
     """Tiny models are faster on one thread, and sums come out in the same order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unwritten_slots_hold_nan():
+    """New memory may hold anything, and mostly holds zeros, which hide that somebody reads what nobody wrote."""
+    make = LayerStore._memory
+
+    def poisoned(store: LayerStore, num_blocks: int) -> Memory:
+        memory = make(store, num_blocks)
+        for tensor in (memory.keys, memory.values):
+            tensor[:, 1:] = float("nan")
+        return memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerStore, "_memory", poisoned)
+        yield
 
 
 @pytest.fixture

@@ -56,7 +56,9 @@ def test_rows_that_write_nothing_are_left_alone():
     before = batch.store.memory.keys.clone()
     for q_len in (1, 3, 20):
         batch.step([0, 0, 0], q_len=q_len)
-    assert torch.equal(batch.store.memory.keys[:, : before.shape[1]], before)
+    after = batch.store.memory.keys[:, : before.shape[1]]
+    # Bit by bit: slots that were never written may hold NaN, which is unequal to itself.
+    assert torch.equal(after.view(torch.int32), before.view(torch.int32))
 
 
 @pytest.mark.parametrize("size", [1, 4])

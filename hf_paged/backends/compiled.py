@@ -1,0 +1,146 @@
+"""Compiles `paged_decode.c`, once for each machine, and loads it.
+
+The compiler is the user's (`$CC`, else `cc`, `gcc` or `clang`), as it is for Triton and `torch.compile`; what it
+makes is kept in `hf_paged.folders.cache_folder()`. OpenMP is left unresolved in it, so that it runs on the threads of
+the OpenMP library that PyTorch has loaded: a second pool of threads would spin beside the first and slow both down.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from ..folders import cache_folder
+
+SOURCE = Path(__file__).with_name("paged_decode.c")
+COMPILE = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-c")
+LINK = ("-shared",)  # without -fopenmp, which would name a library
+SECONDS = 120  # after which a compiler is given up
+
+logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_loaded: "ctypes.CDLL | None" = None
+_failure: str | None = None
+
+
+class CompileError(RuntimeError):
+    """The kernel cannot be compiled or loaded here. The message says why."""
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernel's functions, compiled by the first call; None where that is not possible."""
+    global _loaded, _failure
+    if _loaded is None and _failure is None:
+        with _lock:
+            if _loaded is None and _failure is None:
+                try:
+                    _loaded = _declare(_load())
+                except (OSError, subprocess.SubprocessError, CompileError, AttributeError) as error:
+                    _failure = str(error) or type(error).__name__
+                    logger.info("no compiled decode kernel, PyTorch's attention is used: %s", _failure)
+    return _loaded
+
+
+def needed() -> ctypes.CDLL:
+    """`library()`, or the reason why there is none.
+
+    Raises:
+        CompileError: with the reason and what to change.
+    """
+    loaded = library()
+    if loaded is None:
+        raise CompileError(
+            f"backend='native' needs its kernel compiled, and that failed: {_failure}. Install a C compiler with "
+            "OpenMP (gcc), or name one in the environment variable CC; backend='auto' does without."
+        )
+    return loaded
+
+
+def _load() -> ctypes.CDLL:
+    compiler = _compiler()
+    path = cache_folder() / "kernels" / f"paged_decode-{_fingerprint(compiler)}.so"
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            logger.info("%s cannot be loaded (%s) and is made again", path, error)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return ctypes.CDLL(str(_compile(compiler, path)))
+    except OSError as error:  # nowhere to keep it: for this process only
+        logger.info("no compiled kernel is kept in %s: %s", path.parent, error)
+        with tempfile.TemporaryDirectory() as scratch:
+            return ctypes.CDLL(str(_compile(compiler, Path(scratch) / path.name)))
+
+
+def _compiler() -> list[str]:
+    chosen = os.environ.get("CC")
+    for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
+        words = shlex.split(candidate)
+        if words and shutil.which(words[0]):
+            return words
+    raise CompileError(f"no C compiler: {chosen or 'cc, gcc and clang'} not found")
+
+
+def _fingerprint(compiler: list[str]) -> str:
+    """Of everything that the compiled file depends on: `-march=native` makes it this processor's own."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
+    try:
+        cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        processor = [line for line in cpu if line.split("\t")[0] in ("model name", "flags", "Features", "CPU part")]
+    except OSError:
+        processor = [platform.processor()]
+    parts = [
+        SOURCE.read_bytes(),
+        version,
+        *(text.encode() for text in (*COMPILE, *LINK, platform.machine(), *processor)),
+    ]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _compile(compiler: list[str], path: Path) -> Path:
+    """Compile into `path`, which appears complete or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made, library = Path(scratch) / "paged_decode.o", Path(scratch) / path.name
+        for command in (
+            [*compiler, *COMPILE, str(SOURCE), "-o", str(made)],
+            [*compiler, *LINK, str(made), "-o", str(library), "-lm"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            if done.returncode:
+                raise CompileError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+        os.replace(library, path)
+    return path
+
+
+class Step(ctypes.Structure):
+    """`Step` of `paged_decode.c`, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_rows", "kv_heads", "group", "key_dim", "value_dim", "num_slots")),
+        *((name, ctypes.c_int64) for name in ("store_dtype", "query_dtype")),
+        *((name, ctypes.c_int64) for name in ("num_tasks", "num_threads", "scratch_floats")),
+        *((name, ctypes.c_void_p) for name in ("tasks", "task_rows", "runs", "row_ends", "row_partials", "targets")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "partials", "maxima")),
+        ("scale", ctypes.c_float),
+    )
+
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    loaded.hf_paged_decode.argtypes = [ctypes.POINTER(Step), *[ctypes.c_void_p] * 7]
+    loaded.hf_paged_decode.restype = None
+    loaded.hf_paged_scratch.argtypes, loaded.hf_paged_scratch.restype = [ctypes.c_int64] * 3, ctypes.c_int64
+    loaded.hf_paged_padded.argtypes, loaded.hf_paged_padded.restype = [ctypes.c_int64], ctypes.c_int64
+    return loaded

@@ -1,0 +1,244 @@
+"""The compiled CPU backend: decode steps in one call a layer that writes, attends and merges (`paged_decode.c`).
+
+It reads blocks wherever they lie, a shared block once for all rows that share it, and keys and values once for all
+heads of a group. What it does not know (a prompt, softcap, float16, another device) goes to the PyTorch backend.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from ..plan import GroupPlan
+from ..store import LayerStore, Memory
+from . import AttentionCall, torch_strided
+from .compiled import DTYPES, Step, library
+
+# Tokens of a task at least, so that it is worth the merge, and tasks per thread at most, so that threads end together.
+SHORTEST_TASK = 256
+TASKS_PER_THREAD = 4
+# Tokens times rows below which waking other threads costs more than they save.
+WORTH_THREADS = 256
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    memory: Memory,
+    plan: GroupPlan,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """See `hf_paged.backends`."""
+    if not _knows(query, memory, plan, call):
+        return torch_strided.attend(query, key, value, memory, plan, call)
+    name = ("native", call.band, call.scale, memory.layout, query.shape, query.dtype)
+    step = plan.scratch.get(name)
+    if step is None:
+        step = plan.scratch[name] = NativeStep(query, memory, plan, call)
+        if call.sinks is None and plan.replay is None:
+            plan.replay = step
+    return step.run(query, None, None, memory, call.sinks)
+
+
+def _knows(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
+    layout = memory.layout
+    return (
+        query.shape[2] == 1
+        and plan.offsets is None
+        and (plan.suffix or (plan.window is None and call.band is None))
+        and call.softcap is None
+        and _is_plain(query)
+        and query.is_cpu
+        and query.dtype in DTYPES
+        and layout.key_dtype is layout.value_dtype
+        and layout.key_dtype in DTYPES
+        and library() is not None
+    )
+
+
+def _is_plain(query: torch.Tensor) -> bool:
+    """Whether there is memory behind a tensor, and nobody wants gradients through it."""
+    return type(query) is torch.Tensor and not (query.requires_grad and torch.is_grad_enabled())
+
+
+class NativeStep:
+    """One decode step of a layer group, as the kernel takes it, for all layers whose memory is laid out alike.
+
+    Attributes:
+        mask: the mask of the layer that went first; set by whoever calls `repeat`.
+        scale: factor on the scores.
+    """
+
+    mask: torch.Tensor | None = None
+
+    def __init__(self, query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall):
+        self.layout, self.shape, self.dtype = memory.layout, query.shape, query.dtype
+        self._copies = plan.copies_on(query.device) if plan.copies else None
+        self.scale = call.scale
+        batch, num_heads, _, key_dim = query.shape
+        layout = memory.layout
+        kernel = library()
+        assert kernel is not None
+        self._decode = kernel.hf_paged_decode
+        work = plan.scratch.get(("tasks", call.band))
+        if work is None:
+            work = plan.scratch[("tasks", call.band)] = _tasks(plan, call.band)
+        group = num_heads // layout.kv_heads
+        scratch = kernel.hf_paged_scratch(work.most_rows * group, key_dim, layout.value_dim)
+        partials = work.num_partials * num_heads
+        self._floats = torch.empty(
+            work.num_threads * scratch + partials * (kernel.hf_paged_padded(layout.value_dim) + 2), dtype=torch.float32
+        )
+        plan.scratch["bytes"] = self._floats.nbytes
+        self._ints = work.ints  # both are pointed into
+        first = self._floats.data_ptr()
+        numbers = work.ints.data_ptr()
+        self.step = Step(
+            batch, layout.kv_heads, group, key_dim, layout.value_dim, layout.num_slots,
+            DTYPES[layout.key_dtype], DTYPES[query.dtype],
+            work.num_tasks, work.num_threads, scratch,
+            *(numbers + 8 * offset for offset in work.offsets),
+            first, first + 4 * (work.num_threads * scratch + 2 * partials), first + 4 * work.num_threads * scratch,
+            call.scale,
+        )  # fmt: skip
+        self._out_shape = (batch, 1, num_heads, layout.value_dim)
+
+    def repeat(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, store: LayerStore
+    ) -> torch.Tensor | None:
+        """Write and attend for another layer; None, and nothing done, if it is unlike.
+
+        Args:
+            query: [batch, num_heads, 1, key_dim]
+            key, value: this forward's, not yet in the store, [batch, num_kv_heads, 1, dim]
+        """
+        with store.lock:
+            memory = store.memory
+            if memory.layout != self.layout or query.shape != self.shape or not _is_plain(query):
+                return None
+            if not query.dtype is key.dtype is value.dtype is self.dtype:
+                return None
+            if self._copies is not None:
+                store.copy_blocks(*self._copies)
+            return self.run(query, key, value, memory)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        memory: Memory,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query = query.contiguous()
+        new: tuple[int | None, int | None] = (None, None)
+        if key is not None and value is not None:
+            key, value = key.contiguous(), value.contiguous()  # held here while the kernel reads them
+            new = (key.data_ptr(), value.data_ptr())
+        if sinks is not None:
+            sinks = sinks.float().contiguous()
+        out = torch.empty(self._out_shape, dtype=self.dtype)
+        self._decode(
+            ctypes.byref(self.step),
+            query.data_ptr(), *new, memory.keys.data_ptr(), memory.values.data_ptr(),
+            None if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+@dataclass
+class _Work:
+    """The tasks of a step: spans of slots, and the rows that attend to each.
+
+    Attributes:
+        ints: the kernel's integer arrays, one behind the other, int64.
+        offsets: where each begins in it.
+        most_rows: rows of the task that has most.
+    """
+
+    ints: torch.Tensor
+    offsets: list[int]
+    num_tasks: int
+    num_partials: int
+    num_threads: int
+    most_rows: int
+
+
+def _tasks(plan: GroupPlan, band: int | None) -> _Work:
+    """Cut a decode step into tasks. O(rows · runs), independent of the context's length."""
+    size = plan.tables.block_size
+    tables = plan.tables.rows
+    ends = [past + new for past, new in zip(plan.past, plan.new, strict=True)]
+    starts = [max(plan.visible_from(row, band), table.start) for row, table in enumerate(tables)]
+    active = [row for row, end in enumerate(ends) if plan.live[row] and end > starts[row]]
+    spans: list[tuple[list[int], list[tuple[int, int]]]] = []
+    at_start = [row for row in active if starts[row] == 0]
+    for rows, first, last in plan.shared_spans(at_start, torch_strided.LONG_PREFIX):
+        spans.append((rows, tables[rows[0]].token_runs(first, last, size)))
+        for row in rows:
+            starts[row] = last
+    for row in active:
+        if runs := tables[row].token_runs(starts[row], ends[row], size):
+            spans.append(([row], runs))
+
+    threads = torch.get_num_threads()
+    tokens = sum(count for _, runs in spans for _, count in runs)
+    if sum(len(rows) * count for rows, runs in spans for _, count in runs) < WORTH_THREADS:
+        threads = 1
+    longest = tokens if threads == 1 else max(SHORTEST_TASK, -(-tokens // (threads * TASKS_PER_THREAD)))
+    tasks = [(rows, part) for rows, runs in spans for part in _cut(runs, longest)]
+    tasks.sort(key=lambda task: -(2 + len(task[0])) * sum(count for _, count in task[1]))  # the longest first
+
+    entries: list[int] = []
+    task_rows: list[int] = []
+    flat_runs: list[int] = []
+    partials: list[list[int]] = [[] for _ in tables]
+    num_partials = 0
+    for rows, runs in tasks:
+        entries += (len(task_rows), len(task_rows) + len(rows), len(flat_runs) // 2, len(flat_runs) // 2 + len(runs))
+        entries.append(num_partials)
+        task_rows += rows
+        for run in runs:
+            flat_runs += run
+        for row in rows:
+            partials[row].append(num_partials)
+            num_partials += 1
+    row_ends = [0]
+    for own in partials:
+        row_ends.append(row_ends[-1] + len(own))
+    targets = [
+        table.slot(past, size) if new else -1 for table, past, new in zip(tables, plan.past, plan.new, strict=True)
+    ]
+    arrays = (entries, task_rows, flat_runs, row_ends, [partial for own in partials for partial in own], targets)
+    offsets = [0]
+    for array in arrays:
+        offsets.append(offsets[-1] + len(array))
+    return _Work(
+        torch.tensor([number for array in arrays for number in array], dtype=torch.int64),
+        offsets[:-1],
+        len(tasks),
+        num_partials,
+        threads,
+        max((len(rows) for rows, _ in tasks), default=0),
+    )
+
+
+def _cut(runs: list[tuple[int, int]], longest: int) -> list[list[tuple[int, int]]]:
+    """Runs in parts of at most about `longest` tokens, all about as long."""
+    tokens = sum(count for _, count in runs)
+    parts = -(-tokens // longest)
+    if parts <= 1:
+        return [runs]
+    longest = -(-tokens // parts)
+    out: list[list[tuple[int, int]]] = [[]]
+    room = longest
+    for first, count in runs:
+        while count:
+            if not room:
+                out.append([])
+                room = longest
+            taken = min(count, room)
+            out[-1].append((first, taken))
+            first, count, room = first + taken, count - taken, room - taken
+    return out

@@ -9,12 +9,15 @@ import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import transformers
 
 from .. import attention, compat
+from ..backends.compiled import library
 from ..cache import PagedCache
 from .bench_sharing import SHARING_CASES
 from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, time_generate, time_steps
@@ -155,14 +158,15 @@ class _Causal(torch.nn.Module):
 
 def overhead(bench: Bench) -> list[Entry]:
     """our own Python time per decode step, 30 layers, 8 rows, at contexts of 64, 1,024 and 4,096 tokens"""
-    # The attention kernel is replaced by a stub, or its time, which grows with the context, would drown the rest. What
-    # remains of the tensor work (two writes and two views a layer) is timed by itself and taken off.
+    # The attention kernel is replaced by a stub, or its time, which grows with the context, would drown the rest. Where
+    # it is PyTorch's, what remains of the tensor work (two writes and two views a layer) is timed by itself and taken
+    # off; the compiled kernel writes, too, so nothing but the first layer's writes remains, and nothing is taken off.
     config = bench.model.config
     heads, dim = config.num_key_value_heads, config.head_dim
     token = torch.randn(8, heads, 1, dim)
     query = torch.randn(8, config.num_attention_heads, 1, dim)
     module = _Causal()
-    kernel = torch.nn.functional.scaled_dot_product_attention
+    compiled = library() is not None
     entries = []
     for past in (64, 1024, 4096):
         cache = filled_paged(bench.model, 8, past, NEW_TOKENS)
@@ -177,23 +181,38 @@ def overhead(bench: Bench) -> list[Entry]:
         with torch.no_grad():
             real = step()
             layer = cache.layers[-1]
-            expected = kernel(query, layer.keys, layer.values, scale=0.125, enable_gqa=True)
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            expected = sdpa(query, layer.keys, layer.values, scale=0.125, enable_gqa=True)
             same = torch.allclose(real, expected.transpose(1, 2), atol=1e-5)
-            try:
-                torch.nn.functional.scaled_dot_product_attention = lambda *args, **kwargs: query
+            with _without_kernels(query):
                 for _ in range(4 + 10 * bench.repeat):
                     start = time.perf_counter()
                     step()
                     whole.append(time.perf_counter() - start)
                     bare.append(_bare_writes(cache, token))
-            finally:
-                torch.nn.functional.scaled_dot_product_attention = kernel
-        ours = [a - b for a, b in zip(whole[4:], bare[4:], strict=True)]
+        ours = whole[4:] if compiled else [a - b for a, b in zip(whole[4:], bare[4:], strict=True)]
         entries.append(
             make_entry(f"overhead{past}", "writes and views", bare[4:], ours, same, None, None)
             | {"seconds_in_all": statistics.median(whole[4:])}
         )
     return entries
+
+
+@contextmanager
+def _without_kernels(answer: torch.Tensor) -> Iterator[None]:
+    """Attention that computes nothing: PyTorch's gives `answer`, the compiled one leaves its output as it is."""
+    kernel: Any = library()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    decode = getattr(kernel, "hf_paged_decode", None)
+    try:
+        torch.nn.functional.scaled_dot_product_attention = lambda *args, **kwargs: answer
+        if kernel is not None:
+            kernel.hf_paged_decode = lambda *args: None
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = sdpa
+        if kernel is not None:
+            kernel.hf_paged_decode = decode
 
 
 def _bare_writes(cache: PagedCache, token: torch.Tensor) -> float:

@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--dataset", default="alpaca", metavar="NAME", help="alpaca (default), sharegpt or both")
     memory.add_argument("--requests", type=int, metavar="N", help="requests of each (default 100; sharegpt 16)")
     memory.add_argument(
-        "--block-sizes", type=int, nargs="+", default=[1, 8, 16, 32], metavar="N", help="default 1 8 16 32"
+        "--block-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N", help="default 1 2 4 8 16 32"
     )
     memory.add_argument(
         "--widths", type=int, nargs="+", default=[2, 4, 6], metavar="N", help="beams and samples (default 2 4 6)"

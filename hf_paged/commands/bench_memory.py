@@ -282,7 +282,7 @@ def _sizes(option: str, values: Sequence[int], least: int) -> list[int]:
 def run(
     dataset: str = "alpaca",
     requests: int | None = None,
-    block_sizes: Sequence[int] = (1, 8, 16, 32),
+    block_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
     widths: Sequence[int] = (2, 4, 6),
     max_length: int = 2048,
     json_file: str | None = None,

@@ -177,8 +177,9 @@ class GroupPlan:
         """`(sources, targets)` of the block copies, [num_copies] int64 each."""
         key = ("copies", device)
         if key not in self.scratch:
-            pairs = torch.tensor(self.copies, dtype=torch.int64, device=device)
-            self.scratch[key] = (pairs[:, 0], pairs[:, 1])
+            sources, targets = zip(*self.copies, strict=True)
+            pairs = torch.tensor([sources, targets], dtype=torch.int64, device=device)
+            self.scratch[key] = (pairs[0], pairs[1])
         return self.scratch[key]
 
     def stored_columns(self, row: int) -> Sequence[int]:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from .cpu_kernels.library import loaded
+
 
 class Layout(NamedTuple):
     """Sizes of a store's memory and where keys and values begin in it, in elements."""
@@ -134,8 +136,16 @@ class LayerStore:
         """Copy whole blocks, keys and values. Call with `lock` held.
 
         Args:
-            sources, targets: block ids, [num_copies], int64, on this store's device.
+            sources, targets: block ids, [num_copies], int64, on this store's device, contiguous. No block is both.
         """
         memory = self.memory
+        kernels = loaded() if memory.keys.is_cpu else None
         for blocks in (memory.keys, memory.values) if memory.both is None else (memory.both,):
-            blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+            if kernels is None:
+                blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+                continue
+            heads, strides, size = blocks.shape[0], blocks.stride(), blocks.element_size()
+            kernels.hf_paged_copy_blocks(
+                blocks.data_ptr(), heads, strides[0] * size, strides[1] * size,
+                sources.data_ptr(), targets.data_ptr(), len(sources),
+            )  # fmt: skip

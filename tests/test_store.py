@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from hf_paged.cpu_kernels.library import library
 from hf_paged.store import LayerStore
 
 HEADS = 3
@@ -131,9 +132,18 @@ def test_the_signature_tells_stores_apart_that_cannot_be_shared():
         assert LayerStore.signature_of(*other) != same
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("value_dim", [8, 16])
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_copied_blocks_equal_their_sources_and_nothing_else_changes(block_size):
-    store = a_store(block_size, key_dim=16, value_dim=8, num_blocks=9)
+def test_copied_blocks_equal_their_sources_and_nothing_else_changes(
+    block_size, value_dim, dtype, compiled, monkeypatch
+):
+    kernels = library() if compiled else None
+    if compiled and kernels is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setattr("hf_paged.store.loaded", lambda: kernels)
+    store = a_store(block_size, key_dim=16, value_dim=value_dim, dtype=dtype, num_blocks=9)
     keys, values = fill(store)
     sources, targets = [2, 2, 9], [5, 1, 7]
     store.copy_blocks(torch.tensor(sources), torch.tensor(targets))

@@ -39,16 +39,16 @@ def choose(name: str) -> Backend:
     """The backend for a `PagedConfig.backend` name.
 
     Raises:
-        RuntimeError: for "native" where its kernel cannot be compiled.
+        RuntimeError: for "native" where its kernels cannot be compiled.
     """
     if name == "reference":
         from .reference import attend
     elif name == "torch":
         from .torch_strided import attend
     else:
-        from . import compiled
+        from ..cpu_kernels import library
         from .native import attend
 
         if name == "native":
-            compiled.needed()
+            library.needed()
     return attend

@@ -1,4 +1,4 @@
-"""The compiled CPU backend: decode steps in one call a layer that writes, attends and merges (`paged_decode.c`).
+"""The compiled CPU backend: decode steps in one call a layer that writes, attends and merges (`cpu_kernels`).
 
 It reads blocks wherever they lie, a shared block once for all rows that share it, and keys and values once for all
 heads of a group. What it does not know (a prompt, softcap, float16, another device) goes to the PyTorch backend.
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cpu_kernels.library import DTYPES, Step, library
 from ..plan import GroupPlan
 from ..store import LayerStore, Memory
 from . import AttentionCall, torch_strided
-from .compiled import DTYPES, Step, library
 
 # Tokens of a task at least, so that it is worth the merge, and tasks per thread at most, so that threads end together.
 SHORTEST_TASK = 256

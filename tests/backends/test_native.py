@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from hf_paged import KVPool, PagedConfig
-from hf_paged.backends import compiled, native, reference, torch_strided
+from hf_paged.backends import native, reference, torch_strided
+from hf_paged.cpu_kernels import library as compiled
 
 from .builders import Batch, Shape, Step
 

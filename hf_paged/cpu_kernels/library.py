@@ -1,4 +1,4 @@
-"""Compiles `paged_decode.c`, once for each machine, and loads it.
+"""Compiles `kernels.c`, once for each machine, and loads it.
 
 The compiler is the user's (`$CC`, else `cc`, `gcc` or `clang`), as it is for Triton and `torch.compile`; what it
 makes is kept in `hf_paged.folders.cache_folder()`. OpenMP is left unresolved in it, so that it runs on the threads of
@@ -21,7 +21,7 @@ import torch
 
 from ..folders import cache_folder
 
-SOURCE = Path(__file__).with_name("paged_decode.c")
+SOURCE = Path(__file__).with_name("kernels.c")
 COMPILE = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-c")
 LINK = ("-shared",)  # without -fopenmp, which would name a library
 SECONDS = 120  # after which a compiler is given up
@@ -33,11 +33,11 @@ _failure: str | None = None
 
 
 class CompileError(RuntimeError):
-    """The kernel cannot be compiled or loaded here. The message says why."""
+    """The kernels cannot be compiled or loaded here. The message says why."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernel's functions, compiled by the first call; None where that is not possible."""
+    """The kernels' functions, compiled by the first call; None where that is not possible."""
     global _loaded, _failure
     if _loaded is None and _failure is None:
         with _lock:
@@ -46,7 +46,12 @@ def library() -> ctypes.CDLL | None:
                     _loaded = _declare(_load())
                 except (OSError, subprocess.SubprocessError, CompileError, AttributeError) as error:
                     _failure = str(error) or type(error).__name__
-                    logger.info("no compiled decode kernel, PyTorch's attention is used: %s", _failure)
+                    logger.info("no compiled kernels, PyTorch does their work: %s", _failure)
+    return _loaded
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The kernels' functions if somebody has asked for `library()`; compiles nothing."""
     return _loaded
 
 
@@ -56,18 +61,18 @@ def needed() -> ctypes.CDLL:
     Raises:
         CompileError: with the reason and what to change.
     """
-    loaded = library()
-    if loaded is None:
+    kernels = library()
+    if kernels is None:
         raise CompileError(
-            f"backend='native' needs its kernel compiled, and that failed: {_failure}. Install a C compiler with "
+            f"backend='native' needs its kernels compiled, and that failed: {_failure}. Install a C compiler with "
             "OpenMP (gcc), or name one in the environment variable CC; backend='auto' does without."
         )
-    return loaded
+    return kernels
 
 
 def _load() -> ctypes.CDLL:
     compiler = _compiler()
-    path = cache_folder() / "kernels" / f"paged_decode-{_fingerprint(compiler)}.so"
+    path = cache_folder() / "kernels" / f"cpu-{_fingerprint(compiler)}.so"
     if path.exists():
         try:
             return ctypes.CDLL(str(path))
@@ -77,7 +82,7 @@ def _load() -> ctypes.CDLL:
         path.parent.mkdir(parents=True, exist_ok=True)
         return ctypes.CDLL(str(_compile(compiler, path)))
     except OSError as error:  # nowhere to keep it: for this process only
-        logger.info("no compiled kernel is kept in %s: %s", path.parent, error)
+        logger.info("no compiled kernels are kept in %s: %s", path.parent, error)
         with tempfile.TemporaryDirectory() as scratch:
             return ctypes.CDLL(str(_compile(compiler, Path(scratch) / path.name)))
 
@@ -110,7 +115,7 @@ def _fingerprint(compiler: list[str]) -> str:
 def _compile(compiler: list[str], path: Path) -> Path:
     """Compile into `path`, which appears complete or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made, library = Path(scratch) / "paged_decode.o", Path(scratch) / path.name
+        made, library = Path(scratch) / "kernels.o", Path(scratch) / path.name
         for command in (
             [*compiler, *COMPILE, str(SOURCE), "-o", str(made)],
             [*compiler, *LINK, str(made), "-o", str(library), "-lm"],
@@ -123,7 +128,7 @@ def _compile(compiler: list[str], path: Path) -> Path:
 
 
 class Step(ctypes.Structure):
-    """`Step` of `paged_decode.c`, field by field."""
+    """`Step` of `kernels.c`, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_rows", "kv_heads", "group", "key_dim", "value_dim", "num_slots")),
@@ -138,9 +143,12 @@ class Step(ctypes.Structure):
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    loaded.hf_paged_decode.argtypes = [ctypes.POINTER(Step), *[ctypes.c_void_p] * 7]
-    loaded.hf_paged_decode.restype = None
-    loaded.hf_paged_scratch.argtypes, loaded.hf_paged_scratch.restype = [ctypes.c_int64] * 3, ctypes.c_int64
-    loaded.hf_paged_padded.argtypes, loaded.hf_paged_padded.restype = [ctypes.c_int64], ctypes.c_int64
-    return loaded
+def _declare(made: ctypes.CDLL) -> ctypes.CDLL:
+    made.hf_paged_decode.argtypes, made.hf_paged_decode.restype = [ctypes.POINTER(Step), *[ctypes.c_void_p] * 7], None
+    made.hf_paged_copy_blocks.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
+    ]  # fmt: skip
+    made.hf_paged_copy_blocks.restype = None
+    made.hf_paged_scratch.argtypes, made.hf_paged_scratch.restype = [ctypes.c_int64] * 3, ctypes.c_int64
+    made.hf_paged_padded.argtypes, made.hf_paged_padded.restype = [ctypes.c_int64], ctypes.c_int64
+    return made

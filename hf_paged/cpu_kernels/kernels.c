@@ -1,6 +1,6 @@
-/* One decode step over blocks on a CPU: put the new tokens into their slots, attend, merge.
+/* Kernels over blocks on a CPU: one layer of a decode step (write the new tokens, attend, merge), and copies of blocks.
  *
- * The step is cut into tasks. A task is a span of adjacent slots ("runs") and the rows that attend to it: several where they
+ * A decode step is cut into tasks. A task is a span of adjacent slots ("runs") and the rows that attend to it: several where they
  * share its blocks, so that a shared block is read once for all of them. A task and a kv head are worked on by one thread,
  * tile by tile, T tokens a tile, with the running maximum and sum of FlashAttention (Dao et al. 2022):
  *
@@ -43,7 +43,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
-/* What is alike for all layers of a step. `native.py` has the same fields in the same order. */
+/* What is alike for all layers of a step. `library.py` has the same fields in the same order. */
 typedef struct {
     int64_t num_rows, kv_heads, group, key_dim, value_dim, num_slots;
     int64_t store_dtype, query_dtype; /* FLOAT32 or BFLOAT16; new tokens have the query's */
@@ -392,6 +392,20 @@ INLINE void write_rows(const Step *s, const void *from, void *store, int64_t dim
                     put(store, target + d, s->store_dtype, get(from, source + d, s->query_dtype));
         }
     }
+}
+
+/* Copy whole blocks of one tensor, the i-th source to the i-th target. No block is both.
+ *
+ * store             [heads, blocks, ·], `head_bytes` between heads, `block_bytes` a block
+ * sources, targets  [count] block ids
+ */
+void hf_paged_copy_blocks(char *store, int64_t heads, int64_t head_bytes, int64_t block_bytes, const int64_t *sources,
+                          const int64_t *targets, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t head = 0; head < heads; head++) {
+            char *base = store + head * head_bytes;
+            memcpy(base + targets[i] * block_bytes, base + sources[i] * block_bytes, block_bytes);
+        }
 }
 
 /* Floats of scratch that a thread needs for tasks of up to `queries` queries. */

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
-_BACKENDS = ("auto", "torch", "reference")
+_BACKENDS = ("auto", "torch", "triton", "reference")
 
 
 @dataclass
@@ -26,8 +26,9 @@ class PagedConfig:
         packed_prefill: compute the prompts of a ragged batch one behind the other in one forward, so that pads are not
             computed; where the model is known to allow it.
         max_packed_tokens: the most tokens one packed prefill forward takes; longer ones go in chunks.
-        backend: what attends over the blocks: "auto", "torch" (strided views and PyTorch's fused attention) or
-            "reference" (naive, float32, slow: for comparisons).
+        backend: what attends over the blocks: "auto", "torch" (strided views and PyTorch's fused attention),
+            "triton" (kernels over the block table; needs a GPU) or "reference" (naive, float32, slow: for comparisons).
+            "auto" is "torch".
         prompt_once: compute and store a prompt once for all its beams or samples, then fork it.
         free_finished_rows: give back the blocks of rows that have stopped while other rows of the batch go on. Only
             where nothing of these rows is returned but their tokens.

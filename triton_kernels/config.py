@@ -89,8 +89,7 @@ PREFILL: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     },
 }
 
-# Programs a processor is to have, so that one waits for memory while another computes; and one wave in which not all
-# end together costs less the more there are.
+# Programs a processor is to have at once, so that one computes while another waits for memory.
 PROGRAMS_PER_PROCESSOR = 4
 # Tokens below which a part costs more to merge than it saves.
 LEAST_PART = 256
@@ -110,14 +109,15 @@ def device_of(device: torch.device) -> Device:
 def num_splits(tiles: int, longest: int, processors: int) -> int:
     """Into how many parts the keys of each row are cut.
 
-    Enough that all tiles together fill the chip, and no more than there is work for: each part has LEAST_PART tokens.
+    As many as the chip has room for at once: one program more would run alone at the end. And no more than there is
+    work for: each part has LEAST_PART tokens.
 
     Args:
         tiles: programs there would be without splitting: rows * num_kv_heads.
         longest: tokens of the longest row.
         processors: of the device.
     """
-    wanted = -(-processors * PROGRAMS_PER_PROCESSOR // max(tiles, 1))
+    wanted = processors * PROGRAMS_PER_PROCESSOR // max(tiles, 1)
     return max(1, min(wanted, -(-longest // LEAST_PART), MOST_SPLITS))
 
 
@@ -148,5 +148,8 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def write_tokens_per_program(num_tokens: int) -> int:
-    return 4 if num_tokens <= 256 else 32
+def write_tile(num_tokens: int, dim: int) -> tuple[int, int]:
+    """`(tokens of a program, num_warps)`; `dim` is the narrower padded head dim. A thread has 8 elements or more, so
+    that it can load and store 128 bits."""
+    tokens = 4 if num_tokens <= 256 else 32
+    return tokens, max(1, min(4, tokens * dim // 256))

@@ -5,6 +5,8 @@ and merged (`merge.py`). As many parts as the chip has room for (`config.num_spl
 long contexts.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -302,7 +304,9 @@ def decode_attention(
     if splits is None:
         tokens = longest if band is None else min(longest, band)
         splits = config.num_splits(rows * keys.shape[0], tokens, config.device_of(query.device).processors)
-    options = dict(scale=scale, begins=begins, starts=starts, band=band, softcap=softcap, key_mask=key_mask)
+    options: dict[str, Any] = dict(
+        scale=scale, begins=begins, starts=starts, band=band, softcap=softcap, key_mask=key_mask
+    )
     if splits == 1:
         decode_parts(query, keys, values, table, lengths, out[None], None, sinks=sinks, **options)
         return out

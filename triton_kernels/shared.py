@@ -10,6 +10,7 @@ each row has for itself is left to decode, and the parts are merged by log-sum-e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -346,7 +347,7 @@ def shared_attention(
     first = spans.layers * shared_splits
     parts = torch.empty(first + splits, rows, num_heads, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.full((first + splits, rows, num_heads), float("-inf"), device=query.device)
-    options = dict(scale=scale, softcap=softcap)
+    options: dict[str, Any] = dict(scale=scale, softcap=softcap)
     if first:
         shared_parts(query, keys, values, table, spans, parts[:first], lse[:first], **options)
     decode_parts(query, keys, values, table, lengths, parts[first:], lse[first:], begins=spans.covered, **options)

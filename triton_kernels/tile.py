@@ -67,10 +67,8 @@ def attend_span(
         offset = places % BLOCK_SIZE
 
         key_at = keys + (block * keys_block_stride + offset * keys_slot_stride)[:, None] + key_dims[None, :]
-        if MASKED or KEY_DIM != BLOCK_K:
-            key = tl.load(key_at, mask=key_cells, other=0.0)  # [BLOCK_N, BLOCK_K]
-        else:
-            key = tl.load(key_at)
+        # [BLOCK_N, BLOCK_K]
+        key = tl.load(key_at, mask=key_cells, other=0.0) if MASKED or KEY_DIM != BLOCK_K else tl.load(key_at)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if softcap is not None:
             # softcap * tanh(x), and tanh(x) = 1 - 2 / (exp(2 x) + 1), which is right where exp overflows, too.
@@ -91,10 +89,8 @@ def attend_span(
         top = peak
 
         value_at = values + (block * values_block_stride + offset * values_slot_stride)[:, None] + value_dims[None, :]
-        if MASKED or VALUE_DIM != BLOCK_V:
-            value = tl.load(value_at, mask=value_cells, other=0.0)  # [BLOCK_N, BLOCK_V]
-        else:
-            value = tl.load(value_at)
+        # [BLOCK_N, BLOCK_V]
+        value = tl.load(value_at, mask=value_cells, other=0.0) if MASKED or VALUE_DIM != BLOCK_V else tl.load(value_at)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc, input_precision=PRECISION)
     return top, total, acc

@@ -104,7 +104,8 @@ def write_tokens(
         return
     moving = (*key.stride()[:2], *value.stride()[:2], keys.stride(0), values.stride(0))
     align = alignment(*moving)
-    block_t = config.write_tokens_per_program(num_tokens)
+    block_k, block_v = padded(key_dim), padded(value_dim)
+    block_t, num_warps = config.write_tile(num_tokens, min(block_k, block_v))
     _write_kernel[(triton.cdiv(num_tokens, block_t), num_kv_heads)](
         key,
         value,
@@ -121,8 +122,8 @@ def write_tokens(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_T=block_t,
-        BLOCK_K=padded(key_dim),
-        BLOCK_V=padded(value_dim),
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
         ALIGN=align,
-        num_warps=4,
+        num_warps=num_warps,
     )

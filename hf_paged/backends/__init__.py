@@ -39,6 +39,8 @@ def choose(name: str) -> Backend:
     """The backend for a `PagedConfig.backend` name."""
     if name == "reference":
         from .reference import attend
+    elif name == "triton":
+        from .triton import attend
     else:
         from .torch_strided import attend
     return attend

@@ -1,8 +1,8 @@
 """These tests run Triton's kernels on the CPU, in its interpreter, and so in a process of their own.
 
-Triton decides when it is imported whether kernels are interpreted, and PyTorch imports it. `pytest tests/kernels` starts
-itself again with TRITON_INTERPRET=1; a run of all tests leaves this folder alone, and `tests/test_kernels.py` starts
-that process.
+Triton decides when it is imported whether kernels are interpreted, and PyTorch imports it. `pytest tests/kernels`
+starts itself again with TRITON_INTERPRET=1; a run of all tests leaves this folder alone, and `tests/test_kernels.py`
+starts that process.
 """
 
 import os

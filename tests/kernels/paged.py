@@ -19,7 +19,7 @@ class Paged:
         lengths: tokens of each row, dropped ones counted.
         starts: position of the first slot of each row's table; tokens before it are gone.
         query_lengths: queries of each row, the last of its tokens.
-        padding: columns behind what is stored that belong to something else, so that strides are no products of sizes.
+        poison: what slots hold that no token is in.
     """
 
     lengths: list[int]
@@ -114,8 +114,8 @@ class Paged:
                     if key_mask is None or key_mask[row, position]
                 ]
                 for head in range(self.num_heads if seen else 0):
-                    keys = torch.stack([self.keys[head // self.group, *place] for place in seen]).float()
-                    values = torch.stack([self.values[head // self.group, *place] for place in seen]).float()
+                    keys = torch.stack([self.keys[head // self.group][place] for place in seen]).float()
+                    values = torch.stack([self.values[head // self.group][place] for place in seen]).float()
                     scores = (keys @ self.query[packed, head].float()) * scale
                     if softcap is not None:
                         scores = softcap * torch.tanh(scores / softcap)

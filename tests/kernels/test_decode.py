@@ -178,9 +178,9 @@ def usual_parts(monkeypatch):
 def test_parts_follow_the_chip_the_rows_and_the_context(usual_parts):
     h200 = 132
     assert config.num_splits(8, 65536, h200) == 66, "one row of a Llama-8B: all 132 processors, four times"
-    assert config.num_splits(32 * 8, 4096, h200) == 3
+    assert config.num_splits(32 * 8, 4096, h200) == 2
     assert config.num_splits(8, 4096, h200) == 16, "no part below LEAST_PART"
-    assert config.num_splits(8, 4096, 13) == 7, "a smaller chip, fewer parts"
+    assert config.num_splits(8, 4096, 13) == 6, "a smaller chip, fewer parts"
     assert config.num_splits(1024 * 8, 4096, h200) == 1, "the rows fill the chip"
     assert config.num_splits(8, 100, h200) == 1
     assert config.num_splits(1, 10**7, h200) == config.MOST_SPLITS

@@ -1,6 +1,7 @@
 """What the launchers share: alignment of strides, dtypes, checks. No kernels here."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
@@ -71,6 +72,21 @@ def check_queries(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor | N
             f"out: wanted {[queries, num_heads, value_dim]} with a last stride of 1, got {list(out.shape)}"
         )
     return out
+
+
+def send(parts: Sequence[Sequence[int]], device: torch.device | str) -> list[torch.Tensor]:
+    """Lists of numbers as int32 tensors on a device, by one transfer.
+
+    Each begins at a multiple of 16 bytes: a kernel is compiled anew for pointers that are aligned otherwise.
+    """
+    numbers: list[int] = []
+    begins = []
+    for part in parts:
+        begins.append(len(numbers))
+        numbers.extend(part)
+        numbers.extend([0] * (-len(numbers) % 4))
+    whole = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+    return [whole[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)]
 
 
 def refuse_scales(k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:

@@ -38,7 +38,7 @@ DECODE: dict[str, dict[tuple[int, int], tuple[int, int, int]]] = {
     "sm": {
         (2, 64): (64, 4, 3),
         (2, 128): (64, 4, 3),
-        (2, 256): (32, 4, 2),
+        (2, 256): (32, 4, 3),
         (4, 64): (32, 4, 2),
         (4, 128): (16, 4, 2),
         (4, 256): (16, 8, 2),
@@ -64,8 +64,8 @@ DECODE: dict[str, dict[tuple[int, int], tuple[int, int, int]]] = {
 # (bytes of an element, widest padded head dim): (BLOCK_M, BLOCK_N, num_warps, num_stages)
 PREFILL: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     "sm": {
-        (2, 64): (128, 64, 4, 3),
-        (2, 128): (128, 64, 8, 2),
+        (2, 64): (128, 64, 8, 3),
+        (2, 128): (128, 32, 8, 3),
         (2, 256): (64, 32, 8, 2),
         (4, 64): (32, 32, 4, 2),
         (4, 128): (32, 16, 4, 2),

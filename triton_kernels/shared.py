@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from . import config
-from .common import TRITON_DTYPES, alignment, check_queries, check_store, compute_dtype, padded, refuse_scales
+from .common import TRITON_DTYPES, alignment, check_queries, check_store, compute_dtype, padded, refuse_scales, send
 from .decode import decode_parts
 from .merge import merge_parts
 from .tile import attend_span, store_rows
@@ -201,13 +201,11 @@ def pack_spans(
             tiles.append((len(members), len(some), begin, end, layer))
             members.extend(some)
 
-    def tensor(numbers: list) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
-
+    sent = send([members, [number for tile in tiles for number in tile], covered], device)
     return SharedSpans(
-        members=tensor(members),
-        tiles=tensor(tiles).view(-1, 5),
-        covered=tensor(covered),
+        members=sent[0],
+        tiles=sent[1].view(-1, 5),
+        covered=sent[2],
         layers=max(depth, default=0),
         fullest=max((count for _, count, *_ in tiles), default=0),
         longest=max((end - begin for _, _, begin, end, _ in tiles), default=0),

@@ -13,10 +13,12 @@ import torch
 from ..blocks import RowTables
 from ..plan import GroupPlan
 from ..store import Memory
+from ..triton_kernels.common import send
 from ..triton_kernels.copy import update_table
 from ..triton_kernels.decode import decode_attention
 from ..triton_kernels.prefill import prefill_attention
 from ..triton_kernels.shared import SharedSpans, members_per_tile, pack_spans, shared_attention
+from ..triton_kernels.write import write_tokens
 from . import AttentionCall, torch_strided
 
 # Shared leading tokens from which rows are grouped. Not measured: a guess at what merging costs.
@@ -64,6 +66,34 @@ def attend(
                 sinks=call.sinks,
             )
     return out.view(batch, q_len, num_heads, memory.value_dim)
+
+
+def write(key: torch.Tensor, value: torch.Tensor, memory: Memory, plan: GroupPlan) -> None:
+    """Put this forward's tokens into their slots, in one launch: what `GroupPlan.write` does once memory is there and
+    blocks are copied. Call with the store's lock held.
+
+    Args:
+        key, value: [batch, num_kv_heads, q_len, dim]
+    """
+    with torch.cuda.device_of(key):
+        keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (key, value))  # [batch * q_len, heads, dim]
+        write_tokens(keys, values, memory.keys, memory.values, _slots_on(plan, key))
+
+
+def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
+    """Where each column of the forward goes, -1 where nowhere, [batch * q_len] int64."""
+    kept = ("triton slots", key.device)
+    if kept not in plan.scratch:
+        slots = [-1] * (key.shape[0] * key.shape[2])
+        for row, (past, new) in enumerate(zip(plan.past, plan.new, strict=True)):
+            if plan.offsets is None:
+                places = [row * plan.q_len + column for column in plan.stored_columns(row)]
+            else:
+                places = list(range(plan.offsets[row], plan.offsets[row] + new))
+            for place, slot in zip(places, plan.token_slots(row, past, past + new), strict=True):
+                slots[place] = slot
+        plan.scratch[kept] = torch.tensor(slots, dtype=torch.int64).to(key.device, non_blocking=True)
+    return plan.scratch[kept]
 
 
 def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
@@ -152,9 +182,7 @@ def _make_rows(plan: GroupPlan, device: torch.device) -> _Rows:
             for row in range(batch)
             for end in plan.attention_mask(row, 0, None, torch.device("cpu")).sum(1).tolist()
         ]
-    # One transfer for all.
-    whole = torch.tensor([number for part in parts.values() for number in part], dtype=torch.int32)
-    sent = dict(zip(parts, whole.to(device).split([len(part) for part in parts.values()]), strict=True))
+    sent = dict(zip(parts, send(list(parts.values()), device), strict=True))
     return _Rows(
         table=_table_on(plan.tables, device),
         lengths=sent["lengths"],

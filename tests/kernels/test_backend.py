@@ -10,6 +10,7 @@ from backends.test_torch_strided import LIVES, beams, nested, ragged
 from hf_paged.backends import choose, reference, torch_strided
 from hf_paged.backends import triton as backend
 from hf_paged.store import LayerStore
+from hf_paged.triton_kernels.common import send
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +80,9 @@ def test_rows_that_share_a_prefix_attend_to_it_as_one_tile(monkeypatch):
     assert spans[0].covered.tolist() == [20, 20, 20]
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_unused_slots_may_hold_anything(number):
+def test_unused_slots_may_hold_anything():
     for step in beams(4, scattered=True):
-        assert poison(step.store, step.plan.tables, number)
+        assert poison(step.store, step.plan.tables, float("inf"))
         agree(step)
 
 
@@ -92,6 +92,39 @@ def test_pads_on_any_side(columns):
     agree(batch.step(columns))
     agree(batch.step(["a", ".", "b"]))
     agree(batch.step(["a.b", "..c", "def"]))
+
+
+def written_alike(step: Step) -> None:
+    """Both ways to write leave the same store, bit for bit."""
+    memory = step.store.memory
+    right = memory.keys.clone(), memory.values.clone()
+    for row, (past, new) in enumerate(zip(step.plan.past, step.plan.new, strict=True)):
+        for slot in step.plan.token_slots(row, past, past + new):
+            memory.key_slots[:, slot] = memory.value_slots[:, slot] = float("nan")
+    assert not torch.equal(memory.keys, right[0])
+    step.plan.scratch.clear()
+    backend.write(step.key, step.value, memory, step.plan)
+    for written, expected in zip((memory.keys, memory.values), right, strict=True):
+        torch.testing.assert_close(written, expected, atol=0, rtol=0, equal_nan=True)
+
+
+def test_write_puts_tokens_where_the_plan_does():
+    for life in LIVES.values():
+        for step in life(4):
+            written_alike(step)
+    batch = PaddedBatch(3)
+    for columns in (["ab..c", "abcde", "..abc"], ["a", ".", "b"], ["a.b", "..c", "def"]):
+        written_alike(batch.step(columns))
+
+
+def test_write_of_a_packed_forward():
+    batch = Batch(3, block_size=4)
+    step = batch.step([6, 2, 9], q_len=9)
+    for name in ("key", "value"):
+        rows = [tensor[:, 9 - new :] for tensor, new in zip(getattr(step, name), step.plan.new, strict=True)]
+        setattr(step, name, torch.cat(rows, 1).unsqueeze(0))
+    step.plan.offsets, step.plan.q_len = [0, 6, 8], 17
+    written_alike(step)
 
 
 def test_windows_with_inner_pads_are_left_to_the_other_backend(monkeypatch):
@@ -186,6 +219,13 @@ def test_a_row_that_grows_sends_one_entry(monkeypatch):
     rows[1].append(9)
     table.update(rows)
     assert sent == [[[1], [1], [9]]]
+
+
+def test_numbers_are_sent_at_aligned_addresses():
+    parts = [[1, 2, 3], [], [4, 5, 6, 7, 8], [9]]
+    sent = send(parts, "cpu")
+    assert [part.tolist() for part in sent] == parts
+    assert [part.storage_offset() % 4 for part in sent] == [0, 0, 0, 0]
 
 
 def test_the_backend_is_chosen_by_name():

@@ -151,6 +151,20 @@ def test_rows_may_share_blocks():
     agree(rows)
 
 
+def test_a_store_of_more_than_2_to_the_31_elements():
+    """Addresses are computed in 64 bits. The memory is asked for and never touched but at two blocks a head."""
+    rows = Paged([301], block_size=256, key_dim=80)
+    last = 2**16 + 7
+    store = torch.empty(2, last + 1, 256, 80, dtype=torch.float16)  # keys and values at once
+    assert store.numel() > 2**31
+    store[:, 3], store[:, last] = rows.keys[:, rows.table[0, 0]], rows.keys[:, rows.table[0, 1]]
+    rows.values = rows.keys
+    right = rows.expected(0.1)
+    table = torch.tensor([[3, last]], dtype=torch.int32)
+    out = decode_attention(rows.query, store, store, table, rows.lengths_tensor, scale=0.1, longest=301, splits=2)
+    torch.testing.assert_close(out, right, atol=3e-3, rtol=3e-3)
+
+
 def test_scores_beyond_what_exp_can_take():
     agree(Paged([33, 7]), scale=200.0)
     agree(Paged([33, 7]), scale=200.0, softcap=30.0)

@@ -75,12 +75,12 @@ PREFILL: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
         (2, 64): (128, 64, 4, 3),
         (2, 128): (128, 64, 8, 3),
         (2, 256): (64, 32, 8, 3),
-        (4, 64): (32, 32, 4, 2),
+        (4, 64): (32, 32, 8, 2),
         (4, 128): (32, 16, 8, 2),
         (4, 256): (16, 16, 8, 1),
     },
     "gfx": {
-        (2, 64): (128, 64, 4, 1),
+        (2, 64): (128, 32, 4, 1),
         (2, 128): (128, 32, 8, 1),
         (2, 256): (64, 32, 8, 1),
         (4, 64): (32, 32, 4, 1),
@@ -148,8 +148,18 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def write_tile(num_tokens: int, dim: int) -> tuple[int, int]:
-    """`(tokens of a program, num_warps)`; `dim` is the narrower padded head dim. A thread has 8 elements or more, so
-    that it can load and store 128 bits."""
-    tokens = 4 if num_tokens <= 256 else 32
-    return tokens, max(1, min(4, tokens * dim // 256))
+def _warps(device: torch.device, size: int) -> int:
+    """Warps, at most 4, of which each thread has 16 of `size` bytes: so it can load and store 128 bits at once."""
+    lanes = 64 if device_of(device).arch == "gfx" else 32
+    return max(1, min(4, size // (16 * lanes)))
+
+
+def write_tile(device: torch.device, num_tokens: int, row: int) -> tuple[int, int]:
+    """`(tokens of a program, num_warps)`; `row` is the bytes of a token of one head."""
+    tokens = max(4 if num_tokens <= 256 else 32, min(16, 1024 // row))
+    return tokens, _warps(device, tokens * row)
+
+
+def copy_warps(device: torch.device, size: int) -> int:
+    """Warps of a program that copies `size` bytes."""
+    return _warps(device, size)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import config
+
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -147,7 +149,7 @@ def copy_blocks(sets: Sequence[StoreSet], sources: torch.Tensor, targets: torch.
             WORD_BYTES=word,
             ALIGN=align,
             CHUNK=chunk,
-            num_warps=4,
+            num_warps=config.copy_warps(store.device, chunk * word),
         )
 
 

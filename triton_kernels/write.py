@@ -105,7 +105,8 @@ def write_tokens(
     moving = (*key.stride()[:2], *value.stride()[:2], keys.stride(0), values.stride(0))
     align = alignment(*moving)
     block_k, block_v = padded(key_dim), padded(value_dim)
-    block_t, num_warps = config.write_tile(num_tokens, min(block_k, block_v))
+    narrowest = min(block_k * key.element_size(), block_v * value.element_size())
+    block_t, num_warps = config.write_tile(key.device, num_tokens, narrowest)
     _write_kernel[(triton.cdiv(num_tokens, block_t), num_kv_heads)](
         key,
         value,

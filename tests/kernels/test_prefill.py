@@ -107,7 +107,7 @@ def test_features_alone_and_in_pairs(names):
         wanted["sinks"] = torch.tensor([-1.0, 0.5, 4.0])
     if "query_ends" in wanted:
         right_pads = [28, 29, 30, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31]
-        wanted["query_ends"] = [0, 1, 2, 2, 3, *right_pads, 74, 74, 75, 0, 0]
+        wanted["query_ends"] = [0, 1, 2, 2, 3, *right_pads, 74, 74, 79, 0, 0]
     if "key_mask" in wanted:
         mask = torch.rand(4, 80, generator=rows.generator) < 0.6
         mask[0] = False  # a row that sees nothing

@@ -70,14 +70,16 @@ def test_nothing_to_write():
     agree(torch.randn(2, 2, 16), torch.randn(2, 2, 16), *(store(2, 3, 4, 16, torch.float32) for _ in "kv"), [-1, -1])
 
 
-def test_a_store_of_more_than_2_to_the_31_elements():
+@pytest.mark.parametrize("kv_heads", [1, 5], ids=["far slots", "far heads"])
+def test_a_store_of_more_than_2_to_the_31_elements(kv_heads):
     """Addresses are computed in 64 bits. The memory is asked for and never touched but at a few slots."""
-    keys = torch.empty(2, 2**15 + 4, 512, 80, dtype=torch.float16)
-    slot = 2**15 * 512 + 1000
-    key = torch.randn(2, 2, 80).half()
-    write_tokens(key, key, keys, keys, torch.tensor([3, slot]))
-    assert keys.numel() > 2**31
-    for token, at in enumerate((3, slot)):
+    last = 2**31 // (4 * 512 * 80) * 5 // kv_heads
+    keys = torch.empty(kv_heads, last + 1, 512, 80, dtype=torch.float16)
+    assert max(last * keys.stride(1), (kv_heads - 1) * keys.stride(0)) > 2**31
+    slots = [3, last * 512 + 100]
+    key = torch.randn(2, kv_heads, 80).half()
+    write_tokens(key, key, keys, keys, torch.tensor(slots))
+    for token, at in enumerate(slots):
         assert torch.equal(keys[:, at // 512, at % 512], key[token])
 
 

@@ -9,6 +9,7 @@ call    `AttentionCall`: what this attention call asks for
 returns [batch, q_len, num_heads, value_dim], zeros for rows that see nothing
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,10 +40,14 @@ def choose(name: str) -> Backend:
     """The backend for a `PagedConfig.backend` name.
 
     Raises:
-        RuntimeError: for "native" where its kernels cannot be compiled.
+        RuntimeError: for "native" where its kernels cannot be compiled, for "triton" where there is no GPU.
     """
     if name == "reference":
         from .reference import attend
+    elif name == "triton":
+        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError("backend='triton' needs a GPU, and PyTorch finds none; backend='auto' does without")
+        from .triton import attend
     elif name == "torch":
         from .torch_strided import attend
     else:

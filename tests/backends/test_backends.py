@@ -679,3 +679,9 @@ def test_backends_are_chosen_by_name():
     assert choose("reference") is reference.attend
     assert choose("torch") is torch_strided.attend
     assert choose("auto") is native.attend
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_triton_backend_without_a_gpu_is_refused():
+    with pytest.raises(RuntimeError, match=r"backend='triton' needs a GPU"):
+        choose("triton")

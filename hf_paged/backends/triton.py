@@ -1,0 +1,265 @@
+"""The Triton backend: attention over the block tables by kernels, a few launches a layer.
+
+What depends on the rows alone (tables, lengths, which rows share what) goes to the device once a forward, at its first
+layer, and waits in the plan's scratch for the others. A block table stays on the device from one forward to the next,
+and only the entries that have changed are sent. Per layer nothing is read back and nothing loops over rows.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from ..blocks import RowTables
+from ..plan import GroupPlan
+from ..store import Memory
+from ..triton_kernels.common import send
+from ..triton_kernels.copy import update_table
+from ..triton_kernels.decode import decode_attention
+from ..triton_kernels.prefill import prefill_attention
+from ..triton_kernels.shared import SharedSpans, members_per_tile, pack_spans, shared_attention
+from ..triton_kernels.write import write_tokens
+from . import AttentionCall, torch_strided
+
+# Shared leading tokens from which rows are grouped. Not measured: a guess at what merging costs.
+LONG_PREFIX = 256
+WIDEST_HEAD = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    memory: Memory,
+    plan: GroupPlan,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """See `hf_paged.backends`. What no kernel is for is left to the PyTorch backend."""
+    if not _has_kernels(query, memory, plan, call):
+        return torch_strided.attend(query, key, value, memory, plan, call)
+    batch, num_heads, q_len, key_dim = query.shape
+    with torch.cuda.device_of(query):
+        # [batch * q_len, num_heads, key_dim]; a view where a projection has made it.
+        packed = query.transpose(1, 2).reshape(batch * q_len, num_heads, key_dim)
+        if packed.stride(2) != 1:
+            packed = packed.contiguous()
+        rows = _rows_on(plan, query.device)
+        if q_len == 1 and plan.offsets is None:
+            out = _decode(packed, memory, plan, call, rows)
+        else:
+            out = prefill_attention(
+                packed,
+                memory.keys,
+                memory.values,
+                rows.table,
+                rows.cu_seqlens,
+                rows.lengths,
+                scale=call.scale,
+                longest=rows.longest,
+                longest_query=max(plan.new) if plan.offsets is not None else q_len,
+                begins=rows.begins,
+                starts=rows.starts,
+                query_ends=rows.query_ends,
+                band=call.band,
+                softcap=call.softcap,
+                sinks=call.sinks,
+            )
+    return out.view(batch, q_len, num_heads, memory.value_dim)
+
+
+def write(key: torch.Tensor, value: torch.Tensor, memory: Memory, plan: GroupPlan) -> None:
+    """Put this forward's tokens into their slots, in one launch: what `GroupPlan.write` does once memory is there and
+    blocks are copied. Call with the store's lock held.
+
+    Args:
+        key, value: [batch, num_kv_heads, q_len, dim]
+    """
+    with torch.cuda.device_of(key):
+        keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (key, value))  # [batch * q_len, heads, dim]
+        write_tokens(keys, values, memory.keys, memory.values, _slots_on(plan, key))
+
+
+def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
+    """Where each column of the forward goes, -1 where nowhere, [batch * q_len] int64."""
+    kept = ("triton slots", key.device)
+    if kept not in plan.scratch:
+        slots = [-1] * (key.shape[0] * key.shape[2])
+        for row, (past, new) in enumerate(zip(plan.past, plan.new, strict=True)):
+            if plan.offsets is None:
+                places = [row * plan.q_len + column for column in plan.stored_columns(row)]
+            else:
+                places = list(range(plan.offsets[row], plan.offsets[row] + new))
+            for place, slot in zip(places, plan.token_slots(row, past, past + new), strict=True):
+                slots[place] = slot
+        plan.scratch[kept] = torch.tensor(slots, dtype=torch.int64).to(key.device, non_blocking=True)
+    return plan.scratch[kept]
+
+
+def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
+    if not plan.suffix and (plan.window is not None or call.band is not None):
+        return False  # windows count columns, and here columns are not positions
+    if any(dtype not in DTYPES for dtype in (query.dtype, memory.keys.dtype, memory.values.dtype)):
+        return False
+    return max(memory.key_dim, memory.value_dim) <= WIDEST_HEAD
+
+
+def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall, rows: "_Rows") -> torch.Tensor:
+    """One query a row, [batch, num_heads, key_dim]."""
+    arguments = (query, memory.keys, memory.values, rows.table, rows.lengths)
+    if plan.window is None and call.band is None:
+        spans = _spans_on(plan, rows, query.device, members_per_tile(query, memory.keys, memory.values))
+        if spans.layers:
+            return shared_attention(*arguments, spans, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+    return decode_attention(
+        *arguments,
+        scale=call.scale,
+        longest=rows.longest,
+        begins=rows.begins,
+        starts=rows.starts,
+        band=call.band,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+
+
+# -- once a forward ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a forward on the device.
+
+    Attributes:
+        table: [batch or more, width] int32.
+        lengths: tokens each row attends to, the new ones included; 0 where it is finished, [batch] int32.
+        cu_seqlens: where each row's queries begin and end, [batch + 1] int32.
+        starts: position of the first slot of each table, [batch] int32; None: 0.
+        begins: first position that the window leaves, [batch] int32; None: 0.
+        query_ends: one past the last position each query sees, [batch * q_len] int32; None: lower right.
+        tokens: `lengths` on the host.
+        longest: tokens the longest row has blocks for.
+    """
+
+    table: torch.Tensor
+    lengths: torch.Tensor
+    cu_seqlens: torch.Tensor
+    starts: torch.Tensor | None
+    begins: torch.Tensor | None
+    query_ends: torch.Tensor | None
+    tokens: list[int]
+    longest: int
+
+
+def _rows_on(plan: GroupPlan, device: torch.device) -> _Rows:
+    key = ("triton rows", device)
+    if key not in plan.scratch:
+        plan.scratch[key] = _make_rows(plan, device)
+    return plan.scratch[key]
+
+
+def _make_rows(plan: GroupPlan, device: torch.device) -> _Rows:
+    batch, q_len = plan.batch, plan.q_len
+    held = plan.tables.rows
+    tokens = [past + new if live else 0 for past, new, live in zip(plan.past, plan.new, plan.live, strict=True)]
+    starts = [row.start for row in held]
+    parts: dict[str, list[int]] = {"lengths": tokens}
+    if plan.offsets is None:
+        parts["cu_seqlens"] = list(range(0, (batch + 1) * q_len, q_len))
+    else:
+        parts["cu_seqlens"] = [*plan.offsets, q_len]
+    if any(starts):
+        parts["starts"] = starts
+    if plan.window is not None:
+        # A windowed layer holds `window - 1` tokens before the first column of the forward.
+        ends = [past + new for past, new in zip(plan.past, plan.new, strict=True)]
+        columns = plan.past if plan.offsets is not None else [end - q_len for end in ends]
+        parts["begins"] = [max(0, column - plan.window + 1) for column in columns]
+    if not plan.suffix and q_len > 1:
+        # Pads on the right or in the middle: a query sees as many of the stored tokens as lie at or before its column.
+        parts["query_ends"] = [
+            end
+            for row in range(batch)
+            for end in plan.attention_mask(row, 0, None, torch.device("cpu")).sum(1).tolist()
+        ]
+    sent = dict(zip(parts, send(list(parts.values()), device), strict=True))
+    return _Rows(
+        table=_table_on(plan.tables, device),
+        lengths=sent["lengths"],
+        cu_seqlens=sent["cu_seqlens"],
+        starts=sent.get("starts"),
+        begins=sent.get("begins"),
+        query_ends=sent.get("query_ends"),
+        tokens=tokens,
+        longest=max((length - start for length, start in zip(tokens, starts, strict=True)), default=0),
+    )
+
+
+def _spans_on(plan: GroupPlan, rows: _Rows, device: torch.device, members: int) -> SharedSpans:
+    key = ("triton spans", device, members)
+    if key not in plan.scratch:
+        those = [row for row, length in enumerate(rows.tokens) if length and not plan.tables.rows[row].start]
+        spans = plan.shared_spans(those, LONG_PREFIX) if len(those) > 1 else []
+        plan.scratch[key] = pack_spans(spans, rows.tokens, members, device)
+    return plan.scratch[key]
+
+
+# -- block tables, from one forward to the next -----------------------------------------------------------------------
+
+
+class DeviceTable:
+    """The block tables of one cache in one layer group, as they lie on a device.
+
+    Invariant: `table[i, : len(held[i])] == held[i]`. Beyond that a row holds what it held before; nobody reads it.
+    Updates and the kernels that read the table are on one stream, in order.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.held: list[list[int]] = []
+        self.table = torch.empty(0, 0, dtype=torch.int32, device=device)
+
+    def update(self, rows: list[list[int]]) -> torch.Tensor:
+        """Bring the table up to date; returns it, [rows or more, width] int32.
+
+        Args:
+            rows: the block ids of each row.
+        """
+        width = max((len(blocks) for blocks in rows), default=0)
+        if len(rows) > self.table.shape[0] or width > self.table.shape[1]:
+            return self._renew(rows, width)
+        changes: list[tuple[int, int, int]] = []
+        for index, blocks in enumerate(rows):
+            old = self.held[index] if index < len(self.held) else []
+            if blocks == old:
+                continue
+            # Mostly a row has grown, and the comparison of lists is quick.
+            same = len(old) if blocks[: len(old)] == old else 0
+            changes.extend(
+                (index, column, block)
+                for column, block in enumerate(blocks[same:], same)
+                if column >= len(old) or old[column] != block
+            )
+        if changes:
+            entries = torch.tensor(changes, dtype=torch.int32).T.contiguous()
+            update_table(self.table, entries.to(self.device))
+        self.held = [blocks.copy() for blocks in rows]
+        return self.table
+
+    def _renew(self, rows: list[list[int]], width: int) -> torch.Tensor:
+        """A larger table, with room to grow, so that it is rarely made."""
+        room = max(8, width + width // 4)
+        filled = [blocks + [0] * (room - len(blocks)) for blocks in rows]
+        self.table = torch.tensor(filled, dtype=torch.int32).view(len(rows), room).to(self.device)
+        self.held = [blocks.copy() for blocks in rows]
+        return self.table
+
+
+_device_tables: "weakref.WeakKeyDictionary[RowTables, dict[torch.device, DeviceTable]]" = weakref.WeakKeyDictionary()
+
+
+def _table_on(tables: RowTables, device: torch.device) -> torch.Tensor:
+    by_device = _device_tables.setdefault(tables, {})
+    if device not in by_device:
+        by_device[device] = DeviceTable(device)
+    return by_device[device].update([row.blocks for row in tables.rows])

@@ -6,7 +6,6 @@ path that a long context takes.
 
 import itertools
 import random
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from hf_paged.backends import AttentionCall, choose, native, reference, torch_strided
 from hf_paged.store import LayerStore
 
-from .builders import Batch, PaddedBatch, Shape, Step, poison
+from .builders import LIVES, Batch, PaddedBatch, Shape, Step, beams, equal_lengths, nested, poison, ragged
 
 BLOCK_SIZES = [1, 2, 4, 16]
 # What is called with this forward's keys handed over, and without; the reference reads the store in any case.
@@ -69,59 +68,6 @@ def agree(step: Step, call: AttentionCall | None = None, close: float | None = N
 
 def blame(attend, message: str) -> str:
     return f"{attend.__module__}: {message}"
-
-
-# -- lives of a batch --------------------------------------------------------------------------------------------------
-
-
-def ragged(size: int, shape: Shape | None = None, window: int | None = None, scattered: bool = False) -> Iterator[Step]:
-    """Left-padded rows, among them one that starts late and one that finishes, one to five queries at a time."""
-    batch = Batch(4, shape, block_size=size, window=window, scattered=scattered)
-    yield batch.step([5, 0, 13, 2], q_len=13)
-    for q_len in (1, 3, 1):
-        yield batch.step([q_len, 0, q_len, q_len], q_len=q_len)
-    yield batch.step([4, 2, 4, 4])
-    batch.finish(2)
-    for q_len in (1, 5, 1, 2, 1):
-        yield batch.step(q_len)
-
-
-def equal_lengths(size: int, window: int | None = None) -> Iterator[Step]:
-    """Rows of one length at a uniform distance in the store, decoded side by side."""
-    batch = Batch(3, block_size=size, window=window)
-    yield batch.step(9, spread=20)
-    for _ in range(6):
-        yield batch.step(1)
-
-
-def beams(size: int, window: int | None = None, scattered: bool = False) -> Iterator[Step]:
-    """A prompt stored once, rows that part from it, and permutations with repeats."""
-    batch = Batch(1, block_size=size, window=window, scattered=scattered)
-    yield batch.step(15)
-    batch.repeat(4)
-    yield batch.step(1)
-    for indices in ([0, 0, 2, 3], [3, 1, 0, 0], [1, 1, 1, 1], [2, 0, 3, 1]):
-        batch.select(indices)
-        yield batch.step(1)
-    yield batch.step(3)
-
-
-def nested(size: int, scattered: bool = False) -> Iterator[Step]:
-    """Two prompts; rows share one of them, some share more; one row stands alone; lengths differ."""
-    batch = Batch(3, block_size=size, scattered=scattered)
-    yield batch.step([20, 18, 7], q_len=20)
-    batch.select([0, 0, 1, 2, 1])
-    yield batch.step(5)
-    batch.select([0, 0, 1, 2, 2, 3, 4])
-    yield batch.step(1)
-    batch.crop(1, 19)
-    yield batch.step(1)
-    batch.finish(0, 4)
-    yield batch.step(1)
-    yield batch.step(2)
-
-
-LIVES = {"ragged": ragged, "equal lengths": equal_lengths, "beams": beams, "nested": nested}
 
 
 @pytest.mark.parametrize("size", BLOCK_SIZES)

@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-from backends.builders import Batch, PaddedBatch, Shape, Step, poison
-from backends.test_torch_strided import LIVES, beams, nested, ragged
+from backends.builders import LIVES, Batch, PaddedBatch, Shape, Step, beams, nested, poison, ragged
 
 from hf_paged.backends import choose, reference, torch_strided
 from hf_paged.backends import triton as backend

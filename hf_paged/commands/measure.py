@@ -17,6 +17,7 @@ import transformers
 
 from .. import __version__, compat
 from ..cache import PagedCache
+from ..cpu_kernels.library import library
 from ..patching import patched
 from ..stats import PagedStats
 
@@ -26,7 +27,7 @@ class UsageError(Exception):
 
 
 def versions() -> dict[str, Any]:
-    """Versions and machine, for a result file."""
+    """Versions and machine, for a result file. Has the CPU kernels compiled, before anything is timed."""
     return {
         "hf_paged": __version__,
         "torch": torch.__version__,
@@ -34,6 +35,7 @@ def versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
+        "cpu_kernels": "none" if library() is None else "compiled",
         "thp_mem_alloc_enable": os.environ.get("THP_MEM_ALLOC_ENABLE", "0"),
     }
 

@@ -107,7 +107,7 @@ def _fingerprint(compiler: list[str]) -> str:
     parts = [
         SOURCE.read_bytes(),
         version,
-        *(text.encode() for text in (*COMPILE, *LINK, platform.machine(), *processor)),
+        *(text.encode() for text in (*compiler, *COMPILE, *LINK, platform.machine(), *processor)),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 

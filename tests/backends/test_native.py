@@ -66,6 +66,12 @@ def test_the_kernel_is_made_once_and_found_by_the_next_process(unmade, monkeypat
 
 
 @compiler
+def test_a_kernel_made_with_other_flags_is_another_one():
+    words = compiled._compiler()
+    assert compiled._fingerprint(words) == compiled._fingerprint(words) != compiled._fingerprint([*words, "-DX"])
+
+
+@compiler
 def test_threads_that_ask_together_get_one_kernel(unmade, monkeypatch):
     made = []
     compile_ = compiled._compile

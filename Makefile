@@ -31,7 +31,7 @@ bench: $(VENV)/.demo-installed
 	$(BIN)/python -m hf_paged bench cpu
 
 test: $(VENV)/.test-installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/python -m ruff check .

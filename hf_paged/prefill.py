@@ -10,6 +10,8 @@ What `patching` calls in place of the library's `_prefill`, for a cache that is 
 """
 
 import contextvars
+import hashlib
+import secrets
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +43,8 @@ KNOWN_KEYWORDS = frozenset(
     )
 )  # fmt: skip
 
+# Keys the fingerprints of embeddings, so that nobody can look for two that have the same one.
+_fingerprint_key = secrets.token_bytes(32)
 _salt: contextvars.ContextVar[str] = contextvars.ContextVar("hf_paged_prefix_salt", default="")
 
 
@@ -92,6 +96,27 @@ def identity_of(model: torch.nn.Module) -> Hashable:
     )
 
 
+def fingerprints(embeds: torch.Tensor) -> torch.Tensor:
+    """Numbers that stand for the vectors of `inputs_embeds` as ids stand for tokens: equal bits, equal number.
+
+    BLAKE2b of 64 bits under a key of this process. Two unlike vectors get one number with probability 2**-64.
+
+    Args:
+        embeds: [rows, columns, hidden size].
+
+    Returns:
+        [rows, columns] int64 on the CPU.
+    """
+    rows, columns = embeds.shape[:2]
+    raw = embeds.detach().cpu().contiguous().view(torch.uint8).numpy()
+    numbers = [
+        int.from_bytes(hashlib.blake2b(vector, digest_size=8, key=_fingerprint_key).digest(), "little", signed=True)
+        for row in raw
+        for vector in row
+    ]
+    return torch.tensor(numbers, dtype=torch.int64).view(rows, columns)
+
+
 def why_not_shared(
     model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> str | None:
@@ -102,23 +127,27 @@ def why_not_shared(
         return "hidden states are asked for"
     if hasattr(model, "_reorder_cache"):
         return "the model reorders the cache itself"
+    understood, columns = KNOWN_KEYWORDS, input_ids.shape[1]
+    if columns == 0 and model_kwargs.get("inputs_embeds") is not None and not cache.get_seq_length() and _packs(model):
+        # Embeddings are the prompt where there are no ids; going on behind a hit is a forward of our own.
+        understood, columns = KNOWN_KEYWORDS | {"inputs_embeds"}, model_kwargs["inputs_embeds"].shape[1]
     unknown = sorted(
         name
         for name, entry in model_kwargs.items()
-        if name not in KNOWN_KEYWORDS and entry is not None and not (isinstance(entry, dict) and not entry)
+        if name not in understood and entry is not None and not (isinstance(entry, dict) and not entry)
     )
     if unknown:
         return f"the model is given {', '.join(unknown)}"
-    if input_ids.shape[1] == 0:
+    if columns == 0:
         return "the prompt is empty"
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and not cache.get_seq_length() and mask.shape != input_ids.shape:
+    if mask is not None and not cache.get_seq_length() and mask.shape != (input_ids.shape[0], columns):
         return "the attention mask has another shape than the ids"
     methods = ("batch_repeat_interleave", "batch_select_indices")
     if any(not hasattr(layer, method) for layer in cache.other_layers for method in methods):
         return "some layers keep a recurrent state"
     limit = compat.rope_limit(model.config)
-    if limit is not None and input_ids.shape[1] > limit:
+    if limit is not None and columns > limit:
         return "the rotary embedding depends on the prompt's length"
     return None
 
@@ -142,6 +171,7 @@ class _Prompt:
 
     Attributes:
         ids, mask: [rows, columns]; mask bool on the CPU, or None: no pads.
+        embeds: [rows, columns, hidden size] where the prompt is given so, and `ids` are their fingerprints; else None.
         origin: for every row of the call the distinct row it equals.
         chosen: for every distinct row a row of the call that it stands for.
         tokens: the tokens of each distinct row, pads left out; None unless pads are all on the left and every row has
@@ -149,7 +179,9 @@ class _Prompt:
         lead: pads in front of each row.
     """
 
-    def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None, merge: bool):
+    def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None, merge: bool, embeds: torch.Tensor | None = None):
+        if embeds is not None:
+            ids = fingerprints(embeds)
         shown = None if mask is None or bool((mask != 0).all()) else (mask != 0).cpu()
         rows = ids.tolist()
         pads = [()] * len(rows) if shown is None else [tuple(row) for row in shown.tolist()]
@@ -164,6 +196,7 @@ class _Prompt:
             self.origin.append(seen[key])
         whole = len(self.chosen) == len(rows)
         self.ids = ids if whole else ids[self.chosen]
+        self.embeds = embeds if embeds is None or whole else embeds[self.chosen]
         self.mask = shown if shown is None or whole else shown[self.chosen]
         self.columns = ids.shape[1]
         self.tokens: list[list[int]] | None = None
@@ -204,8 +237,8 @@ def prefill(
 
     Args:
         model: the patched model.
-        cache: empty; has a row per row of `input_ids` afterwards, and `input_ids.shape[1]` columns.
-        input_ids: [rows, columns].
+        cache: empty; has a row per row of the prompt afterwards, and its columns.
+        input_ids: [rows, columns]; without columns where `inputs_embeds` are among the keywords.
         model_kwargs: as generate() prepared them.
         library: the library's own prefill, for these ids and keywords.
 
@@ -213,17 +246,24 @@ def prefill(
         The model's output; its `logits` are [rows, 1 or more, vocabulary], the last those behind the prompt.
     """
     config, pool, state = cache.pool.config, cache.pool, cache.state
-    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), config.prompt_once)
+    embeds = model_kwargs.get("inputs_embeds")
+    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), config.prompt_once, embeds)
     rows = len(prompt.origin)
     plain = prompt.tokens is not None and _default_positions(prompt, model_kwargs.get("position_ids"))
     plain = plain and not model.training and not pool.loose_windows and not cache.other_layers
     identity = identity_of(model) if plain and pool.index is not None else None
+    if identity is not None and embeds is not None:
+        identity = (identity, "embeddings")
     try:
         with pool.locked():
             work = _Work(cache, prompt, identity)
             packed = (
                 plain and config.packed_prefill and work.packed_is_less(_common(prompt) if config.prompt_once else 0)
             )
+            if embeds is not None:
+                packed = packed or (plain and config.packed_prefill and any(work.done))
+                if not packed:
+                    work.index = None  # the library goes on from a filled cache with ids
             if packed and not _packs(model):
                 if prompt.mask is not None:
                     pool.count_fallback(f"pads are computed: prefill of {model.config.model_type} is not packed")
@@ -239,7 +279,7 @@ def prefill(
             keywords = model_kwargs
             if len(prompt.chosen) < rows:
                 keywords = of_rows(model_kwargs, rows, prompt.chosen)
-            outputs = library(prompt.ids, keywords)
+            outputs = library(prompt.ids if embeds is None else input_ids[prompt.chosen], keywords)
         if pool.loose_windows or (state.blind and prompt.mask is not None):
             identity = None  # in the second case the model attends on its own, and pads are stored
         state.known.identity = identity
@@ -360,7 +400,8 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
     None, and the cache empty again, if it turns out that this model's prompts must not be cut.
     """
     prompt, state = work.prompt, cache.state
-    tokens, device = prompt.tokens or [], prompt.ids.device
+    tokens, embeds = prompt.tokens or [], prompt.embeds
+    device = prompt.ids.device if embeds is None else embeds.device
     done = list(work.done)
     logits: list[torch.Tensor | None] = [None] * len(tokens)
     outputs: Any = None
@@ -374,16 +415,20 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
         counts = [0] * len(tokens)
         ids: list[int] = []
         positions: list[int] = []
+        vectors: list[torch.Tensor] = []
         last: dict[int, int] = {}  # row -> column of its last token
         for row, begin, end in spans:
             counts[row] = end - begin
             ids.extend(tokens[row][begin:end])
             positions.extend(range(begin, end))
+            if embeds is not None:
+                vectors.append(embeds[row, prompt.lead[row] + begin : prompt.lead[row] + end])
             if end == len(tokens[row]):
                 last[row] = len(ids) - 1
         state.packed = counts
         outputs = model(
-            input_ids=torch.tensor([ids], device=device),
+            input_ids=torch.tensor([ids], device=device) if embeds is None else None,
+            inputs_embeds=torch.cat(vectors).unsqueeze(0) if vectors else None,
             position_ids=torch.tensor([positions], device=device),
             use_cache=True,
             return_dict=True,

@@ -449,14 +449,66 @@ def test_what_ids_do_not_identify_is_not_cached(extra):
     assert stats.prefix_hit_tokens == 19, "the third call finds the first one's"
 
 
-def test_embeddings_are_not_cached():
-    """C7."""
-    plain, paged = pair("llama")
+def test_embeddings_are_found_by_their_content():
+    """C7: other vectors behind the same mask are another prompt; equal ones are the same."""
+    plain, paged = pair("llama", block_size=4, num_blocks=64)
+    count = Computed(paged)
     embeds = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(1))
-    for model in (plain, paged):
-        model.double().float()
-    for scale in (1.0, -1.0):
-        inputs = {"inputs_embeds": embeds * scale, "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+    changed = embeds.clone()
+    changed[0, 7, 3] += 1e-3
+    for vectors, computed in ((embeds, 12), (-embeds, 12), (embeds, 1), (changed, 5), (embeds[:, :9], 1)):
+        inputs = {"inputs_embeds": vectors, "attention_mask": torch.ones(vectors.shape[:2], dtype=torch.long)}
+        for options in ({}, {"num_beams": 3}):
+            count.since()
+            expected = run(plain, inputs, max_new_tokens=1, **options)
+            assert torch.equal(expected, run(paged, inputs, max_new_tokens=1, **options))
+            assert count.since() == computed
+            computed = 1  # the second call finds all of it
+        expected = run(plain, inputs, max_new_tokens=6, num_beams=2)
+        assert torch.equal(expected, run(paged, inputs, max_new_tokens=6, num_beams=2))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 3, "do_sample": True}], ids=["greedy", "samples"])
+def test_ragged_embeddings_behind_a_common_prefix(family, options):
+    plain, paged = pair(family, block_size=4)
+    table = plain.get_input_embeddings()
+    header, tails = random_row(40, 1), prompts(5, 11, 2, 5)
+    tails["input_ids"][3] = tails["input_ids"][0]
+    lead = (tails["attention_mask"] == 0).sum(1)
+    ids = torch.stack(
+        [
+            torch.cat([row[:pads], torch.tensor(header), row[pads:]])
+            for row, pads in zip(tails["input_ids"], lead, strict=True)
+        ]
+    )
+    mask = (torch.arange(ids.shape[1]) >= lead[:, None]).long()
+    inputs = {"inputs_embeds": table(ids).detach(), "attention_mask": mask}
+    count = Computed(paged)
+    assert torch.equal(run(plain, inputs, max_new_tokens=1, **options), run(paged, inputs, max_new_tokens=1, **options))
+    assert count.since() == 40 + 5 + 11 + 2, "the header once, no pads, the equal row not at all"
+    assert_equal(plain, paged, inputs, max_new_tokens=6, **options)
+
+
+def test_ids_and_their_embeddings_do_not_meet_in_the_index():
+    plain, paged = pair("llama", block_size=4, num_blocks=64)
+    ids = ids_of(random_row(12, 1))
+    embeds = {**ids, "inputs_embeds": plain.get_input_embeddings()(ids["input_ids"]).detach()}
+    del embeds["input_ids"]
+    count = Computed(paged)
+    for inputs, computed in ((ids, 12), (embeds, 12), (ids, 1), (embeds, 1)):
+        count.since()
+        assert torch.equal(run(plain, inputs, max_new_tokens=1), run(paged, inputs, max_new_tokens=1))
+        assert count.since() == computed
+
+
+def test_embeddings_beside_ids_are_not_cached():
+    """Whoever gives both is not understood: the library takes the vectors, and the ids say nothing of them."""
+    plain, paged = pair("llama", block_size=4)
+    ids = ids_of(random_row(12, 1))
+    for seed in (1, 2):
+        embeds = torch.randn(1, 12, 64, generator=torch.Generator().manual_seed(seed))
+        inputs = {**ids, "inputs_embeds": embeds}
         assert torch.equal(run(plain, inputs, max_new_tokens=5), run(paged, inputs, max_new_tokens=5))
     assert paged.paged_stats().cached_blocks == 0
 

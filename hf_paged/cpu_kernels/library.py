@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,8 +37,13 @@ class CompileError(RuntimeError):
     """The kernels cannot be compiled or loaded here. The message says why."""
 
 
+class NoCompiler(CompileError):
+    """There is nothing to compile with, as on many machines; not a fault."""
+
+
 def library() -> ctypes.CDLL | None:
-    """The kernels' functions, compiled by the first call; None where that is not possible."""
+    """The kernels' functions, compiled by the first call; None where that is not possible, and a warning, once, where a
+    compiler is there and fails."""
     global _loaded, _failure
     if _loaded is None and _failure is None:
         with _lock:
@@ -46,7 +52,11 @@ def library() -> ctypes.CDLL | None:
                     _loaded = _declare(_load())
                 except (OSError, subprocess.SubprocessError, CompileError, AttributeError) as error:
                     _failure = str(error) or type(error).__name__
-                    logger.info("no compiled kernels, PyTorch does their work: %s", _failure)
+                    text = f"no compiled kernels, PyTorch does their work, slower: {_failure}"
+                    if isinstance(error, NoCompiler):
+                        logger.info(text)
+                    else:
+                        warnings.warn(f"hf_paged: {text}", stacklevel=2)
     return _loaded
 
 
@@ -93,7 +103,7 @@ def _compiler() -> list[str]:
         words = shlex.split(candidate)
         if words and shutil.which(words[0]):
             return words
-    raise CompileError(f"no C compiler: {chosen or 'cc, gcc and clang'} not found")
+    raise NoCompiler(f"no C compiler: {chosen or 'cc, gcc and clang'} not found")
 
 
 def _fingerprint(compiler: list[str]) -> str:

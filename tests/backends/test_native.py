@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import threading
+import warnings
 
 import pytest
 import torch
@@ -111,7 +112,10 @@ def test_without_a_compiler_pytorch_attends_and_asking_for_the_kernel_is_an_erro
         cc.write_text("#!/bin/sh\n" + script)
         cc.chmod(cc.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CC", str(cc))
-    assert compiled.library() is None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert compiled.library() is None and compiled.library() is None
+    assert ["PyTorch does their work" in str(entry.message) for entry in said] == [True] * (how != "missing")
     agree(decode_step())
     with pytest.raises(RuntimeError, match=r"backend='native'.*(not found|failed).*Install a C compiler"):
         KVPool(LlamaConfig(num_hidden_layers=1), PagedConfig(backend="native"))

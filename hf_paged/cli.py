@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     trend.add_argument("--new-tokens", type=int, default=16, metavar="N", help="tokens to generate (default 16)")
     trend.add_argument("--repeat", type=int, default=3, metavar="N", help="alternating repetitions (default 3)")
     trend.add_argument("--json", metavar="FILE", help="write the results there after every cell, too")
+    trend.add_argument("--resume", action="store_true", help="keep the cells that the --json file has already")
     trend.add_argument("--plot", metavar="FILE", help="draw them there (.svg or .png; needs matplotlib)")
     return parser
 
@@ -69,6 +70,7 @@ def _bench_trend(options: argparse.Namespace) -> int:
         repeat=options.repeat,
         json_file=options.json,
         plot_file=options.plot,
+        resume=options.resume,
     )
 
 

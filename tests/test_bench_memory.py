@@ -293,6 +293,35 @@ def test_trend_prints_and_writes_its_cells(tiny, tmp_path, capsys, monkeypatch):
     assert "samples width=2 prompt=20 batch=1" in capsys.readouterr().out
 
 
+def test_trend_goes_on_where_it_was_interrupted(tiny, tmp_path, capsys, monkeypatch):
+    cells = [cell for cell in CELLS if cell.prompt == 128 and cell.width == 2 and cell.batch == 1]
+    monkeypatch.setattr(bench_trend, "chosen", lambda only: cells)
+    measure, measured = bench_trend.measure_cell, []
+
+    def interrupted(*args):
+        measured.append(args[2])
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(bench_trend, "measure_cell", interrupted)
+    file = tmp_path / "trend.json"
+    command = ["bench", "trend", "--repeat", "1", "--new-tokens", "3", "--resume", "--json", str(file)]
+    assert main(command) == 130
+    assert main(command) == 0
+    assert measured == [cells[0], cells[1], cells[1]]
+    assert [entry["case"] for entry in json.loads(file.read_text())["cases"]] == [cell.name for cell in cells]
+    assert main(command) == 0 and len(measured) == 3, "nothing is left to do"
+    capsys.readouterr()
+    before = file.read_text()
+    assert main([*command, "--new-tokens", "4"]) == 2 and "--new-tokens 3" in capsys.readouterr().err
+    file.write_text(before.replace(hf_paged.__version__, "0.0.0"))
+    assert main(command) == 2 and "hf_paged 0.0.0" in capsys.readouterr().err
+    file.write_text("[]")
+    assert main(command) == 2 and "no result file" in capsys.readouterr().err
+    assert main(command[:-2]) == 2 and "--json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_trend_is_drawn(tmp_path, ending):
     pytest.importorskip("matplotlib")

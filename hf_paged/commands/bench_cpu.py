@@ -296,7 +296,7 @@ CASES: dict[str, Callable[[Bench], list[Entry]]] = {
 def _line(entry: Entry) -> str:
     low, high = entry["pairwise_ratio_quartiles"]
     text = (
-        f"{entry['case']:<13} {entry['baseline']:<13} {seconds_text(entry['baseline_seconds']):>10} "
+        f"{entry['case']:<13} {entry['baseline']:<14} {seconds_text(entry['baseline_seconds']):>10} "
         f"{seconds_text(entry['ours_seconds']):>10}  {entry['ratio']:7.2f}x  [{low:.2f}, {high:.2f}]  "
         f"{'yes' if entry['identical'] else 'NO':<4}"
     )
@@ -332,7 +332,7 @@ def run(cases: list[str] | None = None, json_file: str | None = None, repeat: in
         gc.collect()
         if target is not None:  # after every case, so that an interruption loses one case and not all
             write_results(target, facts, results)
-    print("\ncase          baseline       baseline       ours    ratio   quartiles     same  key-value bytes")
+    print("\ncase          baseline        baseline       ours    ratio   quartiles     same  key-value bytes")
     for entry in results:
         print(_line(entry))
     return 0 if all(entry["identical"] for entry in results) else 1

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -10,6 +11,7 @@ import transformers
 import hf_paged
 
 from ..backends import torch_strided
+from ..cache import PagedCache
 from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, time_generate, time_steps
 from .measure import dense_bytes, say
 from .prompts import INSTRUCTIONS, long_prompt, ragged_prompts
@@ -88,28 +90,37 @@ def shared_steps(bench: Bench) -> list[Entry]:
 
 
 def samples16(bench: Bench) -> list[Entry]:
-    """one decode step of 16 samples of 2,000 shared tokens, against each row reading the shared blocks by itself"""
+    """one decode step of 16 samples of 2,000 shared tokens, each row reading by itself, and DynamicCache's"""
     rows, past, steps = 16, 2000, 4 + 4 * bench.repeat
-    caches = {}
-    for kind in ("each row by itself", "hf_paged"):
-        caches[kind] = filled_paged(bench.model, 1, past, NEW_TOKENS)
+    model = bench.model
+    dense = filled(model, transformers.DynamicCache(config=model.config), 1, past)
+    dense.batch_repeat_interleave(rows)
+    stored = PagedCache(model.config)
+    stored.state.expected_columns = past + NEW_TOKENS
+    for index, layer in enumerate(dense.layers):
+        stored.update(layer.keys, layer.values, index)
+        stored.layers[index].flush()
+    caches: dict[str, Any] = {"DynamicCache": dense, "own copies": stored}
+    for kind, backend in (("unshared", "auto"), ("unshared torch", "torch"), ("hf_paged", "auto")):
+        caches[kind] = filled_paged(model, 1, past, NEW_TOKENS, backend=backend)
         caches[kind].batch_repeat_interleave(rows)
     threshold = torch_strided.LONG_PREFIX
 
     def switch(kind: str) -> None:
-        torch_strided.LONG_PREFIX = threshold if kind == "hf_paged" else 1 << 30
+        torch_strided.LONG_PREFIX = 1 << 30 if kind.startswith("unshared") else threshold
 
     try:
         times, logits = time_steps(bench, caches, rows, past, steps, before=switch)
     finally:
         torch_strided.LONG_PREFIX = threshold
-    same = all(bool((a.argmax(-1) == b.argmax(-1)).all()) for a, b in zip(*logits.values(), strict=True))
-    held = caches["hf_paged"].stats().bytes_allocated
-    return [
-        make_entry(
-            "samples16", "unshared reads", times["each row by itself"][4:], times["hf_paged"][4:], same, None, held
-        )
-    ]
+    ours = logits.pop("hf_paged")
+    entries = []
+    for kind, theirs in logits.items():
+        same = all(bool((a.argmax(-1) == b.argmax(-1)).all()) for a, b in zip(theirs, ours, strict=True))
+        held = dense_bytes(dense) if kind == "DynamicCache" else caches[kind].stats().bytes_allocated
+        our_bytes = caches["hf_paged"].stats().bytes_allocated
+        entries.append(make_entry("samples16", kind, times[kind][4:], times["hf_paged"][4:], same, held, our_bytes))
+    return entries
 
 
 SHARING_CASES: tuple[Callable[[Bench], list[Entry]], ...] = (

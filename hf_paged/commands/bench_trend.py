@@ -7,6 +7,7 @@ and all that is saved is saved between the beams or samples of one prompt.
 """
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,30 @@ def measure_cell(model: Any, tokenizer: Any, cell: Cell, new_tokens: int, repeat
     }
 
 
+def _earlier(target: Path, facts: dict[str, Any], new_tokens: int) -> list[Entry]:
+    """The cells in a result file.
+
+    Raises:
+        UsageError: if it is no result file of this command, or one of another machine, other versions or another number
+            of new tokens, which must not stand in one table with what is measured now.
+    """
+    try:
+        content = json.loads(target.read_text())
+        versions, cells = content["versions"], list(content["cases"])
+        tokens = {entry["new_tokens"] for entry in cells}
+        known = all(entry["case"] and entry["mode"] in MODES for entry in cells)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--resume: {target} is no result file of `bench trend` ({error!r})") from None
+    unlike = [f"{name} {versions.get(name)}" for name in facts if versions.get(name) != facts[name]]
+    if tokens - {new_tokens}:
+        unlike.append(f"--new-tokens {', '.join(map(str, sorted(tokens)))}")
+    if unlike or not known:
+        raise UsageError(
+            f"--resume: {target} was measured with {', '.join(unlike) or 'something else'}; use another file"
+        )
+    return cells
+
+
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +236,7 @@ def run(
     repeat: int = 3,
     json_file: str | None = None,
     plot_file: str | None = None,
+    resume: bool = False,
 ) -> int:
     """Measure the cells, print a table, write the JSON after every cell and the plot at the end.
 
@@ -219,12 +245,14 @@ def run(
         new_tokens: tokens to generate per row.
         repeat: runs of each cell with each cache.
         json_file, plot_file: where to write the results, too.
+        resume: keep the cells that `json_file` has from an earlier run, and measure the others only.
 
     Returns:
         0 if all ids were identical, else 1; 130 if it was interrupted.
 
     Raises:
-        UsageError: for a cell that does not exist, a number that is too small, or a file that cannot be written.
+        UsageError: for a cell that does not exist, a number that is too small, a file that cannot be written, or one to
+            resume from that was measured otherwise.
     """
     cells = chosen(only)
     for option, value, least in (("--new-tokens", new_tokens, 2), ("--repeat", repeat, 1)):
@@ -232,9 +260,13 @@ def run(
             raise UsageError(f"{option} must be at least {least}, got {value}")
     target, plot = writable(json_file), _plot_target(plot_file)
 
+    if resume and target is None:
+        raise UsageError("--resume needs --json FILE, the file to go on with")
     facts = opening()
-    model, tokenizer = load_real_model(progress=say)
-    results: list[Entry] = []
+    results = _earlier(target, facts, new_tokens) if resume and target is not None and target.exists() else []
+    have = {entry["case"] for entry in results}
+    cells = [cell for cell in cells if cell.name not in have]
+    model, tokenizer = load_real_model(progress=say) if cells else (None, None)
     status = 0
     try:
         for cell in cells:
@@ -242,8 +274,10 @@ def run(
             if target is not None:
                 write_results(target, facts, results)
     except KeyboardInterrupt:
-        print(f"\ninterrupted after {len(results)} of {len(cells)} cells", flush=True)
+        print(f"\ninterrupted after {len(results) - len(have)} of {len(cells)} cells", flush=True)
         status = 130
+    places = {cell.name: place for place, cell in enumerate(CELLS)}
+    results.sort(key=lambda entry: places.get(entry["case"], len(places)))
     _print_table(results)
     if plot is not None and results:
         draw(results, plot)

@@ -8,6 +8,7 @@ import torch
 
 from .. import attention, compat
 from ..cache import PagedCache
+from ..config import PagedConfig
 from .measure import TimedRun, rotated, same_ids, say, spread, timed_generate
 from .prompts import long_prompt
 from .real_model import load_real_model
@@ -125,9 +126,10 @@ def filled(model: Any, cache: Any, rows: int, tokens: int) -> Any:
     return cache
 
 
-def filled_paged(model: Any, rows: int, tokens: int, room: int) -> PagedCache:
-    """A filled `PagedCache`, told how many tokens are to come, as the patched generate() tells it."""
-    cache = PagedCache(model.config)
+def filled_paged(model: Any, rows: int, tokens: int, room: int, **options: Any) -> PagedCache:
+    """A filled `PagedCache`, told how many tokens are to come, as the patched generate() tells it; options are
+    `PagedConfig` fields."""
+    cache = PagedCache(model.config, PagedConfig(**options))
     cache.state.expected_columns = tokens + room
     return filled(model, cache, rows, tokens)
 

@@ -51,7 +51,7 @@ CHIPS = {
     # 99 KB: what the smaller chips of the family have (8.6, 8.9), for which there is no other table.
     "sm_80": Chip(GPUTarget("cuda", 80, 32), config.Device("sm", 108), 101376),
     "sm_90": Chip(GPUTarget("cuda", 90, 32), config.Device("sm90", 132), 232448),
-    "sm_100": Chip(GPUTarget("cuda", 100, 32), config.Device("sm90", 148), 232448),
+    "sm_100": Chip(GPUTarget("cuda", 100, 32), config.Device("sm100", 148), 232448),
     "gfx942": Chip(GPUTarget("hip", "gfx942", 64), config.Device("gfx", 304), 65536),
 }
 

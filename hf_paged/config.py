@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
-_BACKENDS = ("auto", "native", "torch", "triton", "reference")
+_BACKENDS = ("auto", "native", "torch", "triton", "flash_attn", "reference")
 
 
 @dataclass
@@ -28,8 +28,9 @@ class PagedConfig:
         max_packed_tokens: the most tokens one packed prefill forward takes; longer ones go in chunks.
         backend: what attends over the blocks: "torch" (strided views and PyTorch's fused attention), "native" (the
             same, but decode steps on a CPU in a kernel that your C compiler makes once), "triton" (kernels over the
-            block table; needs a GPU, and has not run on one yet), "auto" (native where there is a compiler, else torch)
-            or "reference" (naive, float32, slow: for comparisons).
+            block table; needs a GPU, and has not run on one yet), "flash_attn" (the package flash-attn, not run yet
+            either; FlashAttention 2 takes `block_size=256` only, 3 any), "auto" (native where there is a compiler, else
+            torch) or "reference" (naive, float32, slow: for comparisons).
         prompt_once: compute and store a prompt once for all its beams or samples, then fork it.
         free_finished_rows: give back the blocks of rows that have stopped while other rows of the batch go on. Only
             where nothing of these rows is returned but their tokens.

@@ -60,7 +60,7 @@ class KVPool:
         self.model_config = config
         self.owner: weakref.ref[Any] | None = None
         self.config = paged_config if paged_config is not None else PagedConfig()
-        self.backend = backends.choose(self.config.backend)
+        self.backend = backends.choose(self.config.backend, self.config.block_size)
         self.layer_types = compat.reads_layer_types(config)
         by_window: dict[int | None, list[int]] = {}
         self.group_of: dict[int, int] = {}

@@ -17,7 +17,7 @@ class Device:
     """What a launcher asks of a device.
 
     Attributes:
-        arch: "sm" for NVIDIA below 9.0, "sm90" from there on, "gfx" for AMD.
+        arch: "sm" for NVIDIA below 9.0, "sm90" below 10.0, "sm100" from there on, "gfx" for AMD.
         processors: multiprocessors, or compute units.
     """
 
@@ -45,6 +45,7 @@ _NVIDIA_DECODE = {
 DECODE: dict[str, dict[tuple[int, int], tuple[int, int, int]]] = {
     "sm": _NVIDIA_DECODE,
     "sm90": _NVIDIA_DECODE,
+    "sm100": _NVIDIA_DECODE,
     "gfx": {
         (2, 64): (64, 4, 2),
         (2, 128): (64, 4, 1),
@@ -56,6 +57,14 @@ DECODE: dict[str, dict[tuple[int, int], tuple[int, int, int]]] = {
 }
 
 # (bytes of an element, widest padded head dim): (BLOCK_M, BLOCK_N, num_warps, num_stages)
+_SM90_PREFILL = {
+    (2, 64): (128, 64, 4, 3),
+    (2, 128): (128, 64, 8, 3),
+    (2, 256): (64, 32, 8, 3),
+    (4, 64): (32, 32, 8, 2),
+    (4, 128): (32, 16, 8, 2),
+    (4, 256): (16, 16, 8, 1),
+}
 PREFILL: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
     "sm": {
         (2, 64): (128, 64, 8, 3),
@@ -65,14 +74,9 @@ PREFILL: dict[str, dict[tuple[int, int], tuple[int, int, int, int]]] = {
         (4, 128): (32, 16, 4, 2),
         (4, 256): (16, 16, 8, 1),
     },
-    "sm90": {
-        (2, 64): (128, 64, 4, 3),
-        (2, 128): (128, 64, 8, 3),
-        (2, 256): (64, 32, 8, 3),
-        (4, 64): (32, 32, 8, 2),
-        (4, 128): (32, 16, 8, 2),
-        (4, 256): (16, 16, 8, 1),
-    },
+    "sm90": _SM90_PREFILL,
+    # With three stages a tile of 64 rows, which few members of a shared prefix give, spills there.
+    "sm100": {**_SM90_PREFILL, (2, 64): (128, 64, 4, 2)},
     "gfx": {
         (2, 64): (128, 32, 4, 1),
         (2, 128): (128, 32, 8, 1),
@@ -97,7 +101,8 @@ def device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return Device("gfx", properties.multi_processor_count)
-    return Device("sm90" if properties.major >= 9 else "sm", properties.multi_processor_count)
+    arch = "sm100" if properties.major >= 10 else "sm90" if properties.major == 9 else "sm"
+    return Device(arch, properties.multi_processor_count)
 
 
 def num_splits(tiles: int, longest: int, processors: int) -> int:

@@ -36,11 +36,12 @@ class AttentionCall:
 Backend = Callable[..., torch.Tensor]
 
 
-def choose(name: str) -> Backend:
-    """The backend for a `PagedConfig.backend` name.
+def choose(name: str, block_size: int = 16) -> Backend:
+    """The backend for a `PagedConfig.backend` name and `block_size`.
 
     Raises:
-        RuntimeError: for "native" where its kernels cannot be compiled, for "triton" where there is no GPU.
+        RuntimeError: for "native" where its kernels cannot be compiled, for "triton" where there is no GPU, for
+            "flash_attn" where it is not installed or does not take such blocks.
     """
     if name == "reference":
         from .reference import attend
@@ -48,6 +49,11 @@ def choose(name: str) -> Backend:
         if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError("backend='triton' needs a GPU, and PyTorch finds none; backend='auto' does without")
         from .triton import attend
+    elif name == "flash_attn":
+        from . import flash_attn
+
+        flash_attn.needed(block_size)
+        return flash_attn.attend
     elif name == "torch":
         from .torch_strided import attend
     else:

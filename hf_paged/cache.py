@@ -253,6 +253,42 @@ class PagedLayer(compat.CacheLayerMixin):
         return other
 
 
+_RECURRENT_STATE = (
+    "conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized",
+    "has_previous_state", "conv_kernel_size", "device", "dtype",
+)  # fmt: skip
+
+
+class PagedHybridLayer(compat.LinearAttentionLayer, PagedLayer):
+    """A layer with attention and a recurrent part side by side (Falcon-H1, Zamba): keys and values in blocks, the state
+    as the library keeps it.
+
+    Args:
+        state, index: as for `PagedLayer`.
+        number_of_states: recurrent states of this layer.
+    """
+
+    is_compileable = False
+
+    def __init__(self, state: CacheState, index: int, number_of_states: int):
+        PagedLayer.__init__(self, state, index)
+        recording = state.recording
+        compat.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        state.recording = recording  # the library's constructor clears it
+
+    # Of what both parents have (crop, reset, reorder_cache, ...) the state's is taken; the cache does the rest.
+
+    def get_max_length(self) -> int:
+        return PagedLayer.get_max_length(self)
+
+    def follow(self, state: CacheState) -> "PagedHybridLayer":
+        other = PagedHybridLayer(state, self.index, self.number_of_states)
+        other.columns, other._store = self.columns, self._store
+        for name in _RECURRENT_STATE:
+            setattr(other, name, copy.deepcopy(getattr(self, name)))
+        return other
+
+
 class PagedCache(compat.DynamicCache):
     """A key-value cache in blocks, for `model.generate(..., past_key_values=cache)` and for forward calls.
 
@@ -285,12 +321,14 @@ class PagedCache(compat.DynamicCache):
     def _attach(self, state: CacheState, layers: list | None = None) -> None:
         self.state = state
         if layers is None:
-            layers = [
-                PagedLayer(state, index)
-                if index in state.pool.group_of
-                else compat.library_layer(layer_type, arguments)
-                for index, (layer_type, arguments) in enumerate(state.pool.layer_types)
-            ]
+            layers = []
+            for index, (layer_type, arguments) in enumerate(state.pool.layer_types):
+                if index not in state.pool.group_of:
+                    layers.append(compat.library_layer(layer_type, arguments))
+                elif states := compat.states_of(layer_type, arguments):
+                    layers.append(PagedHybridLayer(state, index, states))
+                else:
+                    layers.append(PagedLayer(state, index))
         compat.Cache.__init__(self, layers=layers)
 
     @property
@@ -303,7 +341,10 @@ class PagedCache(compat.DynamicCache):
 
     @property
     def other_layers(self) -> list:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        """Layers that keep something of the library's own: recurrent states, also beside keys and values in blocks."""
+        return [
+            layer for layer in self.layers if not isinstance(layer, PagedLayer) or isinstance(layer, PagedHybridLayer)
+        ]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -371,15 +412,28 @@ class PagedCache(compat.DynamicCache):
             chosen = list(indices)
         self._settle()
         self.state.select(chosen)
-        for layer in self.other_layers:
-            layer.batch_select_indices(indices)
+        self._move_states(chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, side by side. The copies share all blocks."""
         self._settle()
+        rows = self.state.rows or 0
         self.state.repeat_interleave(repeats)
+        self._move_states([row for row in range(rows) for _ in range(repeats)])
+
+    @staticmethod
+    def can_move_rows(layer: Any) -> bool:
+        """Whether rows of one of the library's layers can be repeated and dropped."""
+        return isinstance(layer, compat.LinearAttentionLayer) or hasattr(layer, "batch_select_indices")
+
+    def _move_states(self, rows: list[int]) -> None:
+        """Let the state of row i be what that of row `rows[i]` was, in the library's layers."""
+        index = torch.tensor(rows, dtype=torch.int64)
         for layer in self.other_layers:
-            layer.batch_repeat_interleave(repeats)
+            if isinstance(layer, compat.LinearAttentionLayer):
+                layer.reorder_cache(index)  # which takes any rows; it has no other method for them
+            else:
+                layer.batch_select_indices(index)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (0 or negative, as the library counts) from every row.

@@ -114,9 +114,8 @@ def why_not_shared(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not cache.get_seq_length() and mask.shape != input_ids.shape:
         return "the attention mask has another shape than the ids"
-    methods = ("batch_repeat_interleave", "batch_select_indices")
-    if any(not hasattr(layer, method) for layer in cache.other_layers for method in methods):
-        return "some layers keep a recurrent state"
+    if any(not cache.can_move_rows(layer) for layer in cache.other_layers):
+        return "some layers keep a state of their own"
     limit = compat.rope_limit(model.config)
     if limit is not None and input_ids.shape[1] > limit:
         return "the rotary embedding depends on the prompt's length"
@@ -135,6 +134,57 @@ def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) 
         name: entry[chosen] if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows else entry
         for name, entry in model_kwargs.items()
     }
+
+
+def sources(model_kwargs: dict[str, Any], rows: int, copies: int) -> dict[str, Any] | str:
+    """The keywords of an encoder-decoder model's prefill for one row of each source, or why that cannot be.
+
+    Args:
+        model_kwargs: as generate() prepared them: everything repeated for `copies` beams or samples, side by side.
+        rows: rows of the call, sources times copies.
+    """
+    if rows % copies:
+        return "the rows are not copies of sources"
+
+    def first(name: str, entry: Any) -> Any:
+        if isinstance(entry, torch.Tensor) and entry.ndim:
+            if entry.shape[0] != rows:
+                raise ValueError(f"{name} has not a row per copy")
+            if not torch.equal(entry.unflatten(0, (-1, copies)), _repeated(entry, copies)):
+                raise ValueError("the copies of a source are not equal")
+            return entry[::copies]
+        if isinstance(entry, dict):  # the encoder's output; what it has of its own layers is not repeated
+            parts = {key: first(key, part) if isinstance(part, torch.Tensor) else part for key, part in entry.items()}
+            return type(entry)(**parts)
+        if entry is None or isinstance(entry, (bool, int, float, str, torch.Tensor, compat.Cache)):
+            return entry
+        if isinstance(entry, (tuple, list)) and not any(isinstance(part, torch.Tensor) for part in entry):
+            return entry
+        raise ValueError(f"the model is given {name}")
+
+    try:
+        return {name: first(name, entry) for name, entry in model_kwargs.items()}
+    except ValueError as error:
+        return str(error)
+
+
+def equal_neighbours(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> int:
+    """How many rows side by side are alike throughout, in all that an encoder-decoder model is given; 1 if not as many
+    everywhere. (Whisper repeats its input for samples by itself.)"""
+    rows = input_ids.shape[0]
+    flat = [input_ids, *model_kwargs.values(), *(model_kwargs.get("encoder_outputs") or {}).values()]
+    same = torch.ones(rows - 1, dtype=torch.bool, device=input_ids.device)
+    for entry in flat:
+        if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows:
+            same &= (entry[1:] == entry[:-1]).flatten(1).all(1).to(same.device)
+    starts = [0, *((~same).nonzero().flatten() + 1).tolist()]
+    count = rows // len(starts)
+    return count if starts == list(range(0, rows, count)) else 1
+
+
+def _repeated(entry: torch.Tensor, copies: int) -> torch.Tensor:
+    """The first of each `copies` rows, as often: [rows // copies, copies, ...], without a copy."""
+    return entry[::copies].unsqueeze(1).expand(-1, copies, *entry.shape[1:])
 
 
 class _Prompt:

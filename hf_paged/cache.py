@@ -10,6 +10,7 @@ import torch
 from . import compat, serialize
 from .blocks import OutOfBlocks
 from .config import PagedConfig
+from .cross import CrossLayer
 from .lazy import LazyKV
 from .plan import GroupPlan, StepPlan
 from .pool import KVPool
@@ -47,6 +48,8 @@ class PagedLayer(compat.CacheLayerMixin):
         self.columns = 0  # the library's length of this layer, pads and the pending step included
         self.steps = 0
         self._encoder_decoder = state.pool.model_config.is_encoder_decoder
+        text = state.pool.model_config.get_text_config(decoder=True)
+        self._peeked = bool(getattr(text, "cross_attention_layers", None)) and window is None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._store: LayerStore | None = None
 
@@ -211,6 +214,11 @@ class PagedLayer(compat.CacheLayerMixin):
     def _snapshot(self, index: int) -> torch.Tensor | None:
         if self.columns == 0:
             return None
+        if self._peeked and self._store is not None and self._pending is None:
+            # mllama asks every layer in every step whether it holds anything: a shape is enough for that.
+            heads, *dims, key_dtype, value_dtype, device = self._store.signature
+            like = torch.empty(0, dtype=(key_dtype, value_dtype)[index], device=device)
+            return LazyKV.make(self, index, self.steps, (self.state.rows, heads, self.columns, dims[index]), like)
         self.commit(UNKNOWN_PADDING)
         first = 0
         if self.sliding_window is not None and not self.state.recording:
@@ -220,6 +228,14 @@ class PagedLayer(compat.CacheLayerMixin):
     def _gather(self, index: int, first: int) -> torch.Tensor:
         store = self._store
         assert store is not None
+        step = self.state.step
+        if step is not None and self.columns < step.end:
+            # Other layers are ahead in this forward: the tables name blocks that this layer has not made yet.
+            plan = step.groups[self.group]
+            with store.lock:
+                store.ensure(plan.num_blocks)
+                if plan.copies:
+                    store.copy_blocks(*plan.copies_on(store.memory.keys.device))
         memory = store.memory
         slots = self.state.dense_slots(self.group, first, self.columns)
         held = (memory.key_slots, memory.value_slots)[index]
@@ -323,7 +339,9 @@ class PagedCache(compat.DynamicCache):
         if layers is None:
             layers = []
             for index, (layer_type, arguments) in enumerate(state.pool.layer_types):
-                if index not in state.pool.group_of:
+                if layer_type == compat.CROSS_ATTENTION:
+                    layers.append(CrossLayer(state.pool))
+                elif index not in state.pool.group_of:
                     layers.append(compat.library_layer(layer_type, arguments))
                 elif states := compat.states_of(layer_type, arguments):
                     layers.append(PagedHybridLayer(state, index, states))

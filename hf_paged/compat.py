@@ -58,6 +58,7 @@ _PAGED_TYPES = {
     "hybrid": False,
     "hybrid_sliding": True,
 }
+CROSS_ATTENTION = "cross_attention"
 _HYBRID_TYPES = ("hybrid", "hybrid_sliding")
 
 LinearAttentionLayer = _cache_utils.LinearAttentionLayer
@@ -77,6 +78,10 @@ def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any
             kept = ("sliding_window", "number_of_states") if layer_type in _HYBRID_TYPES else ("sliding_window",)
             arguments = {name: value for name, value in arguments.items() if name in kept}
         resolved.append((layer_type, arguments))
+    # Layers of a decoder that attend to an image alone; the library gives them a layer like any other (mllama).
+    for index in getattr(text, "cross_attention_layers", None) or ():
+        if index < len(resolved):
+            resolved[index] = (CROSS_ATTENTION, {})
     return resolved
 
 

@@ -78,6 +78,8 @@ class CrossLayer(compat.CacheLayerMixin):
         self.pool = pool
         self._held: tuple[torch.Tensor, torch.Tensor] | None = None
         self.source_of: list[int] | None = None  # None: a source a row
+        if pool is not None:
+            pool.cross_layers.add(self)
 
     @property
     def is_initialized(self) -> bool:
@@ -99,8 +101,9 @@ class CrossLayer(compat.CacheLayerMixin):
         return LazyCross.make(self._held[which], self.source_of, self.pool)
 
     @property
-    def nbytes(self) -> int:
-        return 0 if self._held is None else sum(tensor.nbytes for tensor in self._held)
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Keys and values, [sources, heads, source tokens, dim]; none while empty."""
+        return self._held or ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the first `update` brings what there is."""
@@ -203,13 +206,11 @@ class CrossCache(compat.DynamicCache):
     def __init__(self, num_layers: int, pool: KVPool | None = None):
         compat.Cache.__init__(self, layers=[CrossLayer(pool) for _ in range(num_layers)])
         self.pool = pool
-        if pool is not None:
-            pool.cross_caches.add(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i reads what row `beam_idx[i]` read. One synchronisation, whatever the number of layers."""

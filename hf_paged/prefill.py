@@ -130,10 +130,15 @@ def _packs(model: Any) -> bool:
 
 def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) -> dict[str, Any]:
     """The keywords of a call over `rows` rows for some of them."""
-    return {
-        name: entry[chosen] if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows else entry
-        for name, entry in model_kwargs.items()
-    }
+
+    def of(name: str, entry: Any) -> Any:
+        if not isinstance(entry, torch.Tensor) or not entry.ndim:
+            return entry
+        if name == "position_ids" and entry.ndim == 3:  # [3 or 4 kinds, rows, columns]
+            return entry[:, chosen]
+        return entry[chosen] if entry.shape[0] == rows else entry
+
+    return {name: of(name, entry) for name, entry in model_kwargs.items()}
 
 
 def sources(model_kwargs: dict[str, Any], rows: int, copies: int) -> dict[str, Any] | str:

@@ -32,6 +32,7 @@ ModelT = TypeVar("ModelT")
 _STATE = "_hf_paged"
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
 _REFUSED_TYPES = {"git": "it concatenates image features into the cache and counts tokens for itself"}
+_DYNAMIC_SCALES = "ao.nn.quantized.dynamic"
 _REFUSED_LAYERS = (
     "indexed_attention",
     "deepseek_sparse_attention",
@@ -150,6 +151,11 @@ def _refuse(model: PreTrainedModel) -> None:
     """Raise ValueError if this model cannot be right with a paged cache."""
     text = model.config.get_text_config(decoder=True)
     reason = _REFUSED_TYPES.get(model.config.model_type) or _REFUSED_TYPES.get(text.model_type)
+    if reason is None and any(_DYNAMIC_SCALES in type(module).__module__ for module in model.modules()):
+        reason = (
+            "its layers (torch.ao dynamic quantisation) scale by the largest value of a whole batch, so what a row "
+            "gives depends on the pads and rows beside it"
+        )
     if reason is None and not model._supports_default_dynamic_cache():
         reason = "its generate() does not use the library's cache classes"
     if reason is None:

@@ -10,6 +10,7 @@ What `patching` calls in place of the library's `_prefill`, for a cache that is 
 """
 
 import contextvars
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,10 +65,15 @@ def identity_of(model: torch.nn.Module) -> Hashable:
     merged; autocast; the user's salt. Weights changed through `tensor.data` in place are not noticed:
     `KVPool.reset_prefix_cache` is for them.
     """
-    weights = []
-    for parameter in model.parameters():
-        version = 0 if parameter.is_inference() else parameter._version
-        weights.append((id(parameter), version, 0 if parameter.is_meta else parameter.data_ptr()))
+    weights: list[Hashable] = []
+    offloaded = False
+    for parameter in itertools.chain(model.parameters(), _buffers(model)):
+        offloaded |= parameter.is_meta
+        if not parameter.is_meta:
+            version = 0 if parameter.is_inference() else parameter._version
+            weights.append((id(parameter), version, parameter.data_ptr()))
+    if offloaded:
+        weights.extend(_offloaded(model))
     adapters = []
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
@@ -81,8 +87,12 @@ def identity_of(model: torch.nn.Module) -> Hashable:
                     tuple(sorted(scaling.items())) if isinstance(scaling, dict) else (),
                 )
             )
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
+    if offloaded and torch.accelerator.is_available():
+        kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
+    )
     return (
         ("model", id(model)),
         ("weights", tuple(weights)),
@@ -90,6 +100,32 @@ def identity_of(model: torch.nn.Module) -> Hashable:
         ("autocast", autocast),
         ("salt", _salt.get()),
     )
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers that are saved with a model: quantised weights lie in such."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def _offloaded(model: torch.nn.Module) -> Iterator[Hashable]:
+    """The weights that accelerate's hooks bring for each forward: the parameters themselves are made anew each time."""
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            weights = getattr(each, "weights_map", None)
+            for key, parameter in module.named_parameters(recurse=False) if weights is not None else ():
+                if not parameter.is_meta:
+                    continue
+                loader = getattr(weights, "dataset", weights)
+                kept = (getattr(loader, "state_dict", None) or loader, getattr(weights, "prefix", "") + key)
+                held = kept[0].get(kept[1]) if isinstance(kept[0], dict) else None
+                if isinstance(held, torch.Tensor):
+                    yield (id(held), 0 if held.is_inference() else held._version, held.data_ptr())
+                else:  # on disk
+                    yield (name, key, id(loader))
 
 
 def why_not_shared(

@@ -70,6 +70,35 @@ def test_each_layer_has_a_store_of_its_own_on_its_device():
     assert devices == {index: layer.self_attn.k_proj.weight.device for index, layer in enumerate(paged.model.layers)}
 
 
+def test_masks_and_tables_go_to_each_device_once():
+    """A mask stays lazy on its way to another device, and what a plan has worked out is kept per device."""
+    _, paged = pair("llama", block_size=4)
+    begin, elsewhere, steps = hf_paged.state.CacheState.begin_step, torch.device("meta"), []
+
+    def note(self, *arguments):
+        step = begin(self, *arguments)
+        for device in (torch.device("cpu"), elsewhere):
+            rows = step.groups[0].rows_on(device, 2, 64)
+            assert step.groups[0].rows_on(device, 2, 64) is rows and rows[1].device == device
+        steps.append(step)
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_paged.state.CacheState, "begin_step", note)
+        run(paged, prompts(5, 12), max_new_tokens=3)
+    assert len(steps) == 3  # a plan a forward, whatever the number of layers
+
+    padding = prompts(5, 12)["attention_mask"].bool()
+    mask = hf_paged.lazy.LazyMask.make((2, 1, 1, 12), "cpu", 4, padding, lambda: torch.ones(2, 1, 1, 12).bool())
+    moved = mask.to(elsewhere)
+    assert type(moved) is hf_paged.lazy.LazyMask and moved.device == elsewhere
+    assert (moved.window, moved.padding is padding) == (4, True)
+    assert mask._dense is None
+    assert mask.to("cpu") is mask
+    assert mask.float().dtype == torch.float32  # anything else makes it dense
+    assert moved.materialize("").device == elsewhere
+
+
 def test_a_model_on_the_meta_device_is_not_taken_for_another():
     """Weights that are offloaded have no address; versions and ids still tell them apart."""
     plain, paged = pair("llama", block_size=4)

@@ -276,7 +276,7 @@ _RECURRENT_STATE = (
 
 
 class PagedHybridLayer(compat.LinearAttentionLayer, PagedLayer):
-    """A layer with attention and a recurrent part side by side (Falcon-H1, Zamba): keys and values in blocks, the state
+    """A layer with attention and a recurrent part side by side (Falcon-H1): keys and values in blocks, the state
     as the library keeps it.
 
     Args:

@@ -119,7 +119,7 @@ def test_two_processes(tmp_path):
     sys.path.insert(0, str(HERE))
     from parallel_worker import MODES as modes
 
-    plain = build("llama")
+    plain = build("llama", vocab_size=98)  # even, so that the head can be split, too
     plain.save_pretrained(tmp_path / "model")
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),

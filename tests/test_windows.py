@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from models import (
     WINDOW,
     assert_equal,
@@ -172,8 +173,13 @@ def test_drafts_across_the_window(family, length):
     inputs = prompts(length)
     inputs["input_ids"] = inputs["input_ids"][:, : (length + 1) // 2].repeat(1, 2)[:, :length]
     assert_equal(plain, paged, inputs, max_new_tokens=2 * WINDOW, prompt_lookup_num_tokens=4)
-    assistant = build(family, seed=1)
-    assert_equal(plain, paged, inputs, max_new_tokens=WINDOW + 3, assistant_model=assistant)
+    options = {"max_new_tokens": WINDOW + 3, "assistant_model": build(family, seed=1)}
+    try:
+        run(plain, inputs, **options)
+    except RuntimeError:  # the library's own masks of an assistant with hybrid windows do not fit, up to 5.17
+        assert tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
+    else:
+        assert_equal(plain, paged, inputs, **options)
 
 
 def test_chunked_attention_is_counted():

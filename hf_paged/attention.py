@@ -12,6 +12,7 @@ import torch
 
 from . import compat
 from .backends import AttentionCall
+from .cross import LazyCross, pack_rows, unpack_rows
 from .lazy import LazyKV, LazyMask
 
 NAME = "hf_paged"
@@ -63,6 +64,10 @@ def paged_attention_forward(
         if isinstance(attention_mask, LazyMask):
             key.layer.commit(attention_mask.padding)
         key, value = key.materialize(""), value.materialize("")
+    elif type(key) is LazyCross and type(value) is LazyCross:
+        out = _attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        if out is not None:
+            return out, None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -188,6 +193,54 @@ def _attend(
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
         pool.scratch_bytes = used
     return out
+
+
+def _attend_to_sources(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: LazyCross,
+    value: LazyCross,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Cross-attention of several rows a source: their queries side by side, each key read once.
+
+    None, and nothing done, where the call is not plain enough for that.
+    """
+    count = key.rows_of_a_source()
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if (
+        not count
+        or key.source_of is not value.source_of
+        or query.shape[0] != len(key.source_of)
+        or (causal and query.shape[2] > 1)
+        or (dropout and module.training)
+        or kwargs.get("output_attentions")
+        or any(kwargs.get(name) is not None for name in _DENSE_KEYWORDS - {"position_bias"})
+    ):
+        return None
+    kwargs = {**kwargs, "is_causal": False}
+    extra = {"mask": mask, "bias": kwargs.pop("position_bias", None)}
+    if getattr(module, "has_relative_attention_bias", True) is False:
+        extra["bias"] = None  # zeros
+    for name, entry in extra.items():
+        if entry is None:
+            continue
+        if isinstance(entry, LazyMask) or entry.ndim != 4:
+            return None
+        if entry.shape[0] not in (1, query.shape[0]) or entry.shape[2] not in (1, query.shape[2]):
+            return None
+        if entry.shape[0] == 1 or entry.shape[2] != query.shape[2]:
+            entry = entry.expand(query.shape[0], -1, query.shape[2], -1)
+        extra[name] = pack_rows(entry, count)
+    if extra["bias"] is not None:
+        kwargs["position_bias"] = extra["bias"]
+    packed = pack_rows(query, count)
+    out, _ = dense_attention(module, packed, key.held, value.held, extra["mask"], 0.0, scaling, **kwargs)
+    return unpack_rows(out, count)
 
 
 def _plain_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

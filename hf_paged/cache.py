@@ -10,6 +10,7 @@ import torch
 from . import compat, serialize
 from .blocks import OutOfBlocks
 from .config import PagedConfig
+from .cross import CrossLayer
 from .lazy import LazyKV
 from .plan import GroupPlan, StepPlan
 from .pool import KVPool
@@ -47,6 +48,8 @@ class PagedLayer(compat.CacheLayerMixin):
         self.columns = 0  # the library's length of this layer, pads and the pending step included
         self.steps = 0
         self._encoder_decoder = state.pool.model_config.is_encoder_decoder
+        text = state.pool.model_config.get_text_config(decoder=True)
+        self._peeked = bool(getattr(text, "cross_attention_layers", None)) and window is None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._store: LayerStore | None = None
 
@@ -211,6 +214,11 @@ class PagedLayer(compat.CacheLayerMixin):
     def _snapshot(self, index: int) -> torch.Tensor | None:
         if self.columns == 0:
             return None
+        if self._peeked and self._store is not None and self._pending is None:
+            # mllama asks every layer in every step whether it holds anything: a shape is enough for that.
+            heads, *dims, key_dtype, value_dtype, device = self._store.signature
+            like = torch.empty(0, dtype=(key_dtype, value_dtype)[index], device=device)
+            return LazyKV.make(self, index, self.steps, (self.state.rows, heads, self.columns, dims[index]), like)
         self.commit(UNKNOWN_PADDING)
         first = 0
         if self.sliding_window is not None and not self.state.recording:
@@ -220,6 +228,14 @@ class PagedLayer(compat.CacheLayerMixin):
     def _gather(self, index: int, first: int) -> torch.Tensor:
         store = self._store
         assert store is not None
+        step = self.state.step
+        if step is not None and self.columns < step.end:
+            # Other layers are ahead in this forward: the tables name blocks that this layer has not made yet.
+            plan = step.groups[self.group]
+            with store.lock:
+                store.ensure(plan.num_blocks)
+                if plan.copies:
+                    store.copy_blocks(*plan.copies_on(store.memory.keys.device))
         memory = store.memory
         slots = self.state.dense_slots(self.group, first, self.columns)
         held = (memory.key_slots, memory.value_slots)[index]
@@ -250,6 +266,42 @@ class PagedLayer(compat.CacheLayerMixin):
         """This layer over a forked state."""
         other = PagedLayer(state, self.index)
         other.columns, other._store = self.columns, self._store
+        return other
+
+
+_RECURRENT_STATE = (
+    "conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized",
+    "has_previous_state", "conv_kernel_size", "device", "dtype",
+)  # fmt: skip
+
+
+class PagedHybridLayer(compat.LinearAttentionLayer, PagedLayer):
+    """A layer with attention and a recurrent part side by side (Falcon-H1): keys and values in blocks, the state
+    as the library keeps it.
+
+    Args:
+        state, index: as for `PagedLayer`.
+        number_of_states: recurrent states of this layer.
+    """
+
+    is_compileable = False
+
+    def __init__(self, state: CacheState, index: int, number_of_states: int):
+        PagedLayer.__init__(self, state, index)
+        recording = state.recording
+        compat.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        state.recording = recording  # the library's constructor clears it
+
+    # Of what both parents have (crop, reset, reorder_cache, ...) the state's is taken; the cache does the rest.
+
+    def get_max_length(self) -> int:
+        return PagedLayer.get_max_length(self)
+
+    def follow(self, state: CacheState) -> "PagedHybridLayer":
+        other = PagedHybridLayer(state, self.index, self.number_of_states)
+        other.columns, other._store = self.columns, self._store
+        for name in _RECURRENT_STATE:
+            setattr(other, name, copy.deepcopy(getattr(self, name)))
         return other
 
 
@@ -285,12 +337,16 @@ class PagedCache(compat.DynamicCache):
     def _attach(self, state: CacheState, layers: list | None = None) -> None:
         self.state = state
         if layers is None:
-            layers = [
-                PagedLayer(state, index)
-                if index in state.pool.group_of
-                else compat.library_layer(layer_type, arguments)
-                for index, (layer_type, arguments) in enumerate(state.pool.layer_types)
-            ]
+            layers = []
+            for index, (layer_type, arguments) in enumerate(state.pool.layer_types):
+                if layer_type == compat.CROSS_ATTENTION:
+                    layers.append(CrossLayer(state.pool))
+                elif index not in state.pool.group_of:
+                    layers.append(compat.library_layer(layer_type, arguments))
+                elif states := compat.states_of(layer_type, arguments):
+                    layers.append(PagedHybridLayer(state, index, states))
+                else:
+                    layers.append(PagedLayer(state, index))
         compat.Cache.__init__(self, layers=layers)
 
     @property
@@ -303,7 +359,10 @@ class PagedCache(compat.DynamicCache):
 
     @property
     def other_layers(self) -> list:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        """Layers that keep something of the library's own: recurrent states, also beside keys and values in blocks."""
+        return [
+            layer for layer in self.layers if not isinstance(layer, PagedLayer) or isinstance(layer, PagedHybridLayer)
+        ]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -371,15 +430,28 @@ class PagedCache(compat.DynamicCache):
             chosen = list(indices)
         self._settle()
         self.state.select(chosen)
-        for layer in self.other_layers:
-            layer.batch_select_indices(indices)
+        self._move_states(chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, side by side. The copies share all blocks."""
         self._settle()
+        rows = self.state.rows or 0
         self.state.repeat_interleave(repeats)
+        self._move_states([row for row in range(rows) for _ in range(repeats)])
+
+    @staticmethod
+    def can_move_rows(layer: Any) -> bool:
+        """Whether rows of one of the library's layers can be repeated and dropped."""
+        return isinstance(layer, compat.LinearAttentionLayer) or hasattr(layer, "batch_select_indices")
+
+    def _move_states(self, rows: list[int]) -> None:
+        """Let the state of row i be what that of row `rows[i]` was, in the library's layers."""
+        index = torch.tensor(rows, dtype=torch.int64)
         for layer in self.other_layers:
-            layer.batch_repeat_interleave(repeats)
+            if isinstance(layer, compat.LinearAttentionLayer):
+                layer.reorder_cache(index)  # which takes any rows; it has no other method for them
+            else:
+                layer.batch_select_indices(index)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (0 or negative, as the library counts) from every row.

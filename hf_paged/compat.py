@@ -28,6 +28,7 @@ __all__ = [
     "CacheLayerMixin",
     "DynamicCache",
     "EncoderDecoderCache",
+    "LinearAttentionLayer",
     "PreTrainedConfig",
     "generating_model",
     "library_layer",
@@ -36,6 +37,7 @@ __all__ = [
     "rope_limit",
     "sdpa_attention_forward",
     "sdpa_mask",
+    "states_of",
 ]
 
 CACHE_ARGUMENT: str = (
@@ -48,7 +50,18 @@ CACHE_ARGUMENT: str = (
 SDPA_IGNORES_SOFTCAP: bool = "softcap" not in inspect.getsource(sdpa_attention_forward)
 """Up to 5.23 the library's SDPA function drops a model's softcap without a word; later versions raise."""
 
-_PAGED_TYPES = {"full_attention": False, "sliding_attention": True, "chunked_attention": True}
+# Layer type -> whether it has a window. Hybrid layers have a recurrent state beside their keys and values.
+_PAGED_TYPES = {
+    "full_attention": False,
+    "sliding_attention": True,
+    "chunked_attention": True,
+    "hybrid": False,
+    "hybrid_sliding": True,
+}
+CROSS_ATTENTION = "cross_attention"
+_HYBRID_TYPES = ("hybrid", "hybrid_sliding")
+
+LinearAttentionLayer = _cache_utils.LinearAttentionLayer
 
 
 def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -62,8 +75,13 @@ def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any
     resolved = []
     for layer_type, arguments in zip(types, per_layer, strict=True):
         if layer_type in _PAGED_TYPES:  # up to 5.23 the shared dict also carries other types' arguments
-            arguments = {name: value for name, value in arguments.items() if name == "sliding_window"}
+            kept = ("sliding_window", "number_of_states") if layer_type in _HYBRID_TYPES else ("sliding_window",)
+            arguments = {name: value for name, value in arguments.items() if name in kept}
         resolved.append((layer_type, arguments))
+    # Layers of a decoder that attend to an image alone; the library gives them a layer like any other (mllama).
+    for index in getattr(text, "cross_attention_layers", None) or ():
+        if index < len(resolved):
+            resolved[index] = (CROSS_ATTENTION, {})
     return resolved
 
 
@@ -72,6 +90,11 @@ def window_of(layer_type: str, arguments: dict[str, Any]) -> tuple[bool, int | N
     if layer_type not in _PAGED_TYPES:
         return False, None
     return True, int(arguments["sliding_window"]) if _PAGED_TYPES[layer_type] else None
+
+
+def states_of(layer_type: str, arguments: dict[str, Any]) -> int:
+    """How many recurrent states a paged layer of this type has beside its keys and values."""
+    return int(arguments.get("number_of_states", 1)) if layer_type in _HYBRID_TYPES else 0
 
 
 def generating_model(model: Any) -> PreTrainedModel:

@@ -90,6 +90,18 @@ class LazyMask(LazyTensor):
         self.window, self.padding, self.build = window, padding, build
         return self
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, torch.bool):
+            # accelerate sends the mask along to every device of a split model.
+            mask, device = args[0], kwargs.get("device", args[0].device)
+            return LazyMask.make(
+                tuple(mask.shape), device, mask.window, mask.padding, lambda: mask.materialize("").to(device)
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def materialize(self, reason: str) -> torch.Tensor:
         if self._dense is None:
             self._dense = self.build()

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from . import attention, compat, prefill
 from .cache import PagedCache
 from .config import PagedConfig
+from .cross import CrossCache
 from .pool import KVPool
 from .stats import PagedStats
 
@@ -31,6 +32,7 @@ ModelT = TypeVar("ModelT")
 _STATE = "_hf_paged"
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
 _REFUSED_TYPES = {"git": "it concatenates image features into the cache and counts tokens for itself"}
+_DYNAMIC_SCALES = "ao.nn.quantized.dynamic"
 _REFUSED_LAYERS = (
     "indexed_attention",
     "deepseek_sparse_attention",
@@ -149,6 +151,11 @@ def _refuse(model: PreTrainedModel) -> None:
     """Raise ValueError if this model cannot be right with a paged cache."""
     text = model.config.get_text_config(decoder=True)
     reason = _REFUSED_TYPES.get(model.config.model_type) or _REFUSED_TYPES.get(text.model_type)
+    if reason is None and any(_DYNAMIC_SCALES in type(module).__module__ for module in model.modules()):
+        reason = (
+            "its layers (torch.ao dynamic quantisation) scale by the largest value of a whole batch, so what a row "
+            "gives depends on the pads and rows beside it"
+        )
     if reason is None and not model._supports_default_dynamic_cache():
         reason = "its generate() does not use the library's cache classes"
     if reason is None:
@@ -232,7 +239,8 @@ def _prepare_cache_for_generation(
     if given is not None:
         if isinstance(given, PagedCache) and self.config.is_encoder_decoder:
             # Unwrapped, self- and cross-attention would share layers.
-            model_kwargs[name] = compat.EncoderDecoderCache(given, compat.DynamicCache(config=_text_config(self)))
+            cross = CrossCache(len(given.layers), given.pool)
+            model_kwargs[name] = compat.EncoderDecoderCache(given, cross)
         cache = _paged_part(given)
         if cache is not None:
             cache.state.expected_columns = max_cache_length
@@ -259,15 +267,12 @@ def _prepare_cache_for_generation(
         cache.activate_past_recording()
     if isinstance(made, compat.EncoderDecoderCache):
         made.self_attention_cache = cache
+        made.cross_attention_cache = CrossCache(len(cache.layers), state.pool)
     else:
         model_kwargs[name] = cache
     owned = not generation_config.return_dict_in_generate and not generation_config.is_assistant
     generation_config._hf_paged_call = _Call(cache, copies, owned, generation_mode)
     return result
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
 
 
 def _paged_part(cache: Any) -> PagedCache | None:
@@ -300,8 +305,15 @@ def _prefill(
     def compute(ids: torch.Tensor, keywords: dict[str, Any]) -> Any:
         return library(self, ids, generation_config, keywords, *args, **kwargs)
 
-    reason = prefill.why_not_shared(self, input_ids, generation_config, model_kwargs, cache)
+    if self.config.is_encoder_decoder:
+        copies = call.copies
+        if copies == 1 and input_ids.shape[0] > 1 and not past:
+            copies = prefill.equal_neighbours(model_kwargs, input_ids)
+        if past or copies == 1:
+            return compute(input_ids, model_kwargs)
+        return _prefill_sources(self, input_ids, generation_config, model_kwargs, call.cache, copies, compute)
     repeats = call.copies if state.config.prompt_once else 1
+    reason = prefill.why_not_shared(self, input_ids, generation_config, model_kwargs, cache)
     if reason is None and not past:
         outputs = prefill.prefill(self, cache, input_ids, generation_config, model_kwargs, compute)
     else:
@@ -325,8 +337,45 @@ def _prefill(
         if known.identity is not None:
             known.note(input_ids, input_ids.shape[1], known.real)
             cache.state.remember()
-    if call.owned and not self.config.is_encoder_decoder:
+    if call.owned:
         cache.state.trusted = True  # from here on generate() appends ones to the mask, and the cache dies with the call
+    return outputs
+
+
+def _prefill_sources(
+    self: Any,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    cache: PagedCache,
+    copies: int,
+    compute: Callable[[torch.Tensor, dict[str, Any]], Any],
+) -> Any:
+    """The first decoder forward: computed for one row of each source where that can be, and stored so."""
+    both = model_kwargs.get(compat.CACHE_ARGUMENT)
+    keywords = prefill.sources({**model_kwargs, "the prompt": input_ids}, input_ids.shape[0], copies)
+    reason = None
+    if isinstance(keywords, str):
+        reason = keywords
+    elif not _state_of(self).config.prompt_once:
+        reason = "prompt_once is off"
+    elif generation_config.output_hidden_states:
+        reason = "hidden states are asked for"
+    elif hasattr(self, "_reorder_cache"):
+        reason = "the model reorders the cache itself"
+    elif not isinstance(both, compat.EncoderDecoderCache):
+        reason = "the model has another kind of cache"
+    if reason is None and not isinstance(keywords, str) and both is not None:
+        ids = keywords.pop("the prompt")
+        outputs = compute(ids, keywords)
+        both.batch_repeat_interleave(copies)
+        outputs.logits = outputs.logits.repeat_interleave(copies, dim=0)
+        return outputs
+    cache.pool.count_fallback(f"a source is read once per beam or sample: {reason}", cache.state.fallbacks)
+    outputs = compute(input_ids, model_kwargs)
+    cross = getattr(both, "cross_attention_cache", None)
+    if not isinstance(keywords, str) and isinstance(cross, CrossCache):
+        cross.merge(copies)
     return outputs
 
 

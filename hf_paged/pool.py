@@ -87,6 +87,7 @@ class KVPool:
         self._depth = 0
         self._orphans: deque[tuple[list[RowTables], Any]] = deque()
         self._live: weakref.WeakSet = weakref.WeakSet()  # tables of living caches, for check() and stats()
+        self.cross_layers: weakref.WeakSet = weakref.WeakSet()  # what decoders read of their encoders, for stats()
 
     # -- locking ----------------------------------------------------------------------------------------------------
 
@@ -281,6 +282,9 @@ class KVPool:
                         stats.bytes_allocated += store.nbytes
                         stats.bytes_used += store.bytes_per_block * blocks.used_blocks
             stats.utilization = filled / slots if slots else 1.0
+            if tables is None:
+                held = {id(each): each.nbytes for layer in list(self.cross_layers) for each in layer.tensors}
+                stats.cross_attention_bytes = sum(held.values())
             return stats
 
     def check(self) -> None:

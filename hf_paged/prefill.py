@@ -11,6 +11,7 @@ What `patching` calls in place of the library's `_prefill`, for a cache that is 
 
 import contextvars
 import hashlib
+import itertools
 import secrets
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -68,10 +69,15 @@ def identity_of(model: torch.nn.Module) -> Hashable:
     merged; autocast; the user's salt. Weights changed through `tensor.data` in place are not noticed:
     `KVPool.reset_prefix_cache` is for them.
     """
-    weights = []
-    for parameter in model.parameters():
-        version = 0 if parameter.is_inference() else parameter._version
-        weights.append((id(parameter), version, 0 if parameter.is_meta else parameter.data_ptr()))
+    weights: list[Hashable] = []
+    offloaded = False
+    for parameter in itertools.chain(model.parameters(), _buffers(model)):
+        offloaded |= parameter.is_meta
+        if not parameter.is_meta:
+            version = 0 if parameter.is_inference() else parameter._version
+            weights.append((id(parameter), version, parameter.data_ptr()))
+    if offloaded:
+        weights.extend(_offloaded(model))
     adapters = []
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
@@ -85,8 +91,12 @@ def identity_of(model: torch.nn.Module) -> Hashable:
                     tuple(sorted(scaling.items())) if isinstance(scaling, dict) else (),
                 )
             )
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
+    if offloaded and torch.accelerator.is_available():
+        kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
+    )
     return (
         ("model", id(model)),
         ("weights", tuple(weights)),
@@ -117,6 +127,32 @@ def fingerprints(embeds: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64).view(rows, columns)
 
 
+def _buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers that are saved with a model: quantised weights lie in such."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def _offloaded(model: torch.nn.Module) -> Iterator[Hashable]:
+    """The weights that accelerate's hooks bring for each forward: the parameters themselves are made anew each time."""
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            weights = getattr(each, "weights_map", None)
+            for key, parameter in module.named_parameters(recurse=False) if weights is not None else ():
+                if not parameter.is_meta:
+                    continue
+                loader = getattr(weights, "dataset", weights)
+                kept = (getattr(loader, "state_dict", None) or loader, getattr(weights, "prefix", "") + key)
+                held = kept[0].get(kept[1]) if isinstance(kept[0], dict) else None
+                if isinstance(held, torch.Tensor):
+                    yield (id(held), 0 if held.is_inference() else held._version, held.data_ptr())
+                else:  # on disk
+                    yield (name, key, id(loader))
+
+
 def why_not_shared(
     model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> str | None:
@@ -143,9 +179,8 @@ def why_not_shared(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not cache.get_seq_length() and mask.shape != (input_ids.shape[0], columns):
         return "the attention mask has another shape than the ids"
-    methods = ("batch_repeat_interleave", "batch_select_indices")
-    if any(not hasattr(layer, method) for layer in cache.other_layers for method in methods):
-        return "some layers keep a recurrent state"
+    if any(not cache.can_move_rows(layer) for layer in cache.other_layers):
+        return "some layers keep a state of their own"
     limit = compat.rope_limit(model.config)
     if limit is not None and columns > limit:
         return "the rotary embedding depends on the prompt's length"
@@ -160,10 +195,66 @@ def _packs(model: Any) -> bool:
 
 def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) -> dict[str, Any]:
     """The keywords of a call over `rows` rows for some of them."""
-    return {
-        name: entry[chosen] if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows else entry
-        for name, entry in model_kwargs.items()
-    }
+
+    def of(name: str, entry: Any) -> Any:
+        if not isinstance(entry, torch.Tensor) or not entry.ndim:
+            return entry
+        if name == "position_ids" and entry.ndim == 3:  # [3 or 4 kinds, rows, columns]
+            return entry[:, chosen]
+        return entry[chosen] if entry.shape[0] == rows else entry
+
+    return {name: of(name, entry) for name, entry in model_kwargs.items()}
+
+
+def sources(model_kwargs: dict[str, Any], rows: int, copies: int) -> dict[str, Any] | str:
+    """The keywords of an encoder-decoder model's prefill for one row of each source, or why that cannot be.
+
+    Args:
+        model_kwargs: as generate() prepared them: everything repeated for `copies` beams or samples, side by side.
+        rows: rows of the call, sources times copies.
+    """
+    if rows % copies:
+        return "the rows are not copies of sources"
+
+    def first(name: str, entry: Any) -> Any:
+        if isinstance(entry, torch.Tensor) and entry.ndim:
+            if entry.shape[0] != rows:
+                raise ValueError(f"{name} has not a row per copy")
+            if not torch.equal(entry.unflatten(0, (-1, copies)), _repeated(entry, copies)):
+                raise ValueError("the copies of a source are not equal")
+            return entry[::copies]
+        if isinstance(entry, dict):  # the encoder's output; what it has of its own layers is not repeated
+            parts = {key: first(key, part) if isinstance(part, torch.Tensor) else part for key, part in entry.items()}
+            return type(entry)(**parts)
+        if entry is None or isinstance(entry, (bool, int, float, str, torch.Tensor, compat.Cache)):
+            return entry
+        if isinstance(entry, (tuple, list)) and not any(isinstance(part, torch.Tensor) for part in entry):
+            return entry
+        raise ValueError(f"the model is given {name}")
+
+    try:
+        return {name: first(name, entry) for name, entry in model_kwargs.items()}
+    except ValueError as error:
+        return str(error)
+
+
+def equal_neighbours(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> int:
+    """How many rows side by side are alike throughout, in all that an encoder-decoder model is given; 1 if not as many
+    everywhere. (Whisper repeats its input for samples by itself.)"""
+    rows = input_ids.shape[0]
+    flat = [input_ids, *model_kwargs.values(), *(model_kwargs.get("encoder_outputs") or {}).values()]
+    same = torch.ones(rows - 1, dtype=torch.bool, device=input_ids.device)
+    for entry in flat:
+        if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == rows:
+            same &= (entry[1:] == entry[:-1]).flatten(1).all(1).to(same.device)
+    starts = [0, *((~same).nonzero().flatten() + 1).tolist()]
+    count = rows // len(starts)
+    return count if starts == list(range(0, rows, count)) else 1
+
+
+def _repeated(entry: torch.Tensor, copies: int) -> torch.Tensor:
+    """The first of each `copies` rows, as often: [rows // copies, copies, ...], without a copy."""
+    return entry[::copies].unsqueeze(1).expand(-1, copies, *entry.shape[1:])
 
 
 class _Prompt:

@@ -19,6 +19,8 @@ class PagedStats:
         utilization: `stored slots filled / slots of used blocks`; 1.0 when nothing is used.
         bytes_allocated: bytes of all key and value tensors, spare blocks and null blocks included.
         bytes_used: bytes of the used blocks.
+        cross_attention_bytes: bytes of the keys and values that living caches of an encoder-decoder model hold of their
+            sources, beside the blocks; counted for a pool, not for a single cache.
         scratch_bytes: the most bytes that one step took beside the stores (gathered tails, merge buffers).
         cow_copies: blocks copied because a row wrote to a block it shared.
         prefix_query_tokens: prompt tokens looked up in the prefix index.
@@ -40,6 +42,7 @@ class PagedStats:
     utilization: float = 1.0
     bytes_allocated: int = 0
     bytes_used: int = 0
+    cross_attention_bytes: int = 0
     scratch_bytes: int = 0
     cow_copies: int = 0
     prefix_query_tokens: int = 0

@@ -197,7 +197,11 @@ def build(family: str, seed: int = 0, attn: str | None = None, **overrides: Any)
     if attn is not None:
         config._attn_implementation = attn
     torch.manual_seed(seed)
-    model = getattr(transformers, FAMILIES[family][0])(config).eval()
+    return randomise(getattr(transformers, FAMILIES[family][0])(config).eval(), seed)
+
+
+def randomise(model: Any, seed: int = 0) -> Any:
+    """Give a model weights that make a wrong key show. Returns the model."""
     generator = torch.Generator().manual_seed(seed + 1)
     for name, parameter in model.named_parameters():
         if "sinks" in name:

@@ -749,3 +749,22 @@ def test_the_memory_budget_is_never_exceeded():
     assert_equal(plain, paged, prompts(12), max_new_tokens=8, num_beams=2)
     with pytest.raises(ValueError, match="Raise memory_budget or lower block_size"):
         run(hf_paged.patch(copy.deepcopy(plain), memory_budget=1000), prompts(5), max_new_tokens=2)
+
+
+# -- in the middle of a forward ----------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_is_behind_can_be_read():
+    """Layer 0 has begun a step that copies a shared block and makes the stores grow; layer 1 shows what it held."""
+    model = build("llama", attn="hf_paged")
+    cache = PagedCache(model.config, PagedConfig(block_size=4))
+    with torch.no_grad():
+        model(prompts(6)["input_ids"], **with_cache(cache))
+        cache.batch_repeat_interleave(3)
+        before = cache.layers[1].keys
+        new = torch.randn(3, 2, 30, 16)
+        keys, _ = cache.update(new, new, 0)
+        keys + 0  # layer 0 writes
+        assert torch.equal(cache.layers[1].keys, before)
+        keys, _ = cache.update(new, new, 1)
+        assert torch.equal(keys[:, :, :6] + 0, before) and torch.equal(keys[:, :, 6:] + 0, new)

@@ -67,6 +67,18 @@ def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any
     return resolved
 
 
+def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Dims of the latent vector and of the rotated key that a model with latent attention caches; None: it is not one."""
+    text = config.get_text_config(decoder=True)
+    dims = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    return (int(dims[0]), int(dims[1])) if all(isinstance(dim, int) and dim > 0 for dim in dims) else None
+
+
+def function_beside(module: torch.nn.Module, name: str) -> Callable:
+    """A function of the modeling file that `module` comes from."""
+    return getattr(sys.modules[type(module).__module__], name)
+
+
 def window_of(layer_type: str, arguments: dict[str, Any]) -> tuple[bool, int | None]:
     """`(paged, window)`: whether a layer of this type holds keys and values that can be paged, and its window."""
     if layer_type not in _PAGED_TYPES:

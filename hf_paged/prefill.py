@@ -33,6 +33,16 @@ PACKED_TYPES = frozenset(
         "smollm3", "stablelm", "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
+# Composite models (images, sound) around one of these whose own forward leaves positions and masks to the text model.
+# The family sweep compares each (`python -m hf_paged support`).
+PACKED_COMPOSITES = frozenset(
+    (
+        "audioflamingo3", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "glmasr", "got_ocr2",
+        "granite_speech", "granite_speech_plus", "idefics2", "idefics3", "internvl", "lighton_ocr", "llava",
+        "llava_next", "llava_next_video", "llava_onevision", "mistral3", "musicflamingo", "omniasr", "ovis2",
+        "qianfan_ocr", "qwen3_asr", "gemma3", "smolvlm", "video_llava", "vipllava", "voxtral",
+    )
+)  # fmt: skip
 # Keywords of a prefill that say nothing of the content but ids and mask.
 KNOWN_KEYWORDS = frozenset(
     (
@@ -102,6 +112,8 @@ def why_not_shared(
         return "hidden states are asked for"
     if hasattr(model, "_reorder_cache"):
         return "the model reorders the cache itself"
+    if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
+        return "the model keeps each row's position of its own"
     unknown = sorted(
         name
         for name, entry in model_kwargs.items()
@@ -126,6 +138,8 @@ def why_not_shared(
 def _packs(model: Any) -> bool:
     """Whether rows can be packed into one forward of this model."""
     text = model.config.get_text_config(decoder=True)
+    if text is not model.config and model.config.model_type not in PACKED_COMPOSITES:
+        return False
     return text.model_type in PACKED_TYPES and text._attn_implementation == attention.NAME
 
 

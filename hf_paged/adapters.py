@@ -6,7 +6,8 @@ function that is asked for something it does not know calls the class's own.
 - **Latent attention** (DeepSeek-V2 and V3, MiniCPM3, ...): the cache holds one latent vector a token, and the model
   expands all of them to keys and values at every step. Here the expansion moves to the query and the output
   (`latent.LatentHeads`), and attention reads the latents where they lie.
-- **Falcon**: its own calls of scaled-dot-product attention, now made through the interface. With ALiBi it stays as it is.
+- **Falcon**: its own calls of scaled-dot-product attention, now made through the interface. With ALiBi it stays as it
+  is.
 """
 
 from types import MethodType
@@ -52,9 +53,9 @@ def _adapter_of(module: torch.nn.Module) -> tuple[str, Any]:
 
 def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents of a paged cache stay as they are: our attention function reads them."""
-    if type(kv_nope) is LazyKV and type(k_rot) is LazyKV and kv_nope.layer is k_rot.layer and kv_nope.layer.latent:
-        if LatentHeads.fits(self):
-            return kv_nope, k_rot
+    lazy = type(kv_nope) is LazyKV and type(k_rot) is LazyKV and kv_nope.layer is k_rot.layer
+    if lazy and kv_nope.layer.latent and LatentHeads.fits(self):
+        return kv_nope, k_rot
     return type(self).expand_kv(self, kv_nope, k_rot)
 
 

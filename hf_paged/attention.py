@@ -298,7 +298,10 @@ def forget_implementation(config: Any) -> None:
 
 def implementation_before(module: torch.nn.Module) -> str | None:
     """The attention implementation a module had before `patch`; None: none, or not known."""
-    config = getattr(module, "config", None)
+    return _before_of(getattr(module, "config", None))
+
+
+def _before_of(config: Any) -> str | None:
     known = _before.get(id(config))
     return known[1] if known is not None and known[0]() is config else None
 
@@ -342,9 +345,12 @@ def paged_mask(
         device=device,
         **kwargs,
     )
+    # A model that was eager may do some of its attention by itself, with masks to be added.
+    eager = _before_of(kwargs.get("config")) == "eager"
+    library = compat.eager_mask if eager else compat.sdpa_mask
     pattern, window = compat.mask_pattern(mask_function)
     if pattern == "other" or use_vmap:
-        return compat.sdpa_mask(**arguments)
+        return library(**arguments)
     if (
         attention_mask is not None
         and attention_mask.device.type == "cpu"  # elsewhere a look costs a synchronisation
@@ -362,9 +368,14 @@ def paged_mask(
     ):
         return None
     if not dynamic:  # a static cache: keys of the future are there, too
-        return compat.sdpa_mask(**arguments)
+        return library(**arguments)
     return LazyMask.make(
-        (batch_size, 1, q_length, kv_length), device, window, attention_mask, partial(compat.full_mask, arguments)
+        (batch_size, 1, q_length, kv_length),
+        device,
+        window,
+        attention_mask,
+        partial(compat.full_mask, arguments, eager),
+        kwargs.get("dtype", torch.float32) if eager else torch.bool,
     )
 
 

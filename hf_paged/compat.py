@@ -17,7 +17,7 @@ from transformers import masking_utils as _masking_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "DynamicCache",
     "EncoderDecoderCache",
     "PreTrainedConfig",
+    "eager_mask",
     "generating_model",
     "library_layer",
     "mask_pattern",
@@ -68,7 +69,7 @@ def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any
 
 
 def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Dims of the latent vector and of the rotated key that a model with latent attention caches; None: it is not one."""
+    """Dims of the latent vector and the rotated key that a model with latent attention caches; None: it is not one."""
     text = config.get_text_config(decoder=True)
     dims = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     return (int(dims[0]), int(dims[1])) if all(isinstance(dim, int) and dim > 0 for dim in dims) else None
@@ -156,8 +157,11 @@ def eager_attention_of(module: torch.nn.Module) -> Callable | None:
     return None
 
 
-def full_mask(arguments: dict[str, Any]) -> torch.Tensor:
-    """The full boolean mask [batch, 1, q, kv] that the library's SDPA mask function gives for these arguments."""
+def full_mask(arguments: dict[str, Any], eager: bool = False) -> torch.Tensor:
+    """The full mask [batch, 1, q, kv] that the library's mask function gives for these arguments: boolean for SDPA, or
+    to be added (0 or the dtype's lowest number) for eager attention."""
+    if eager:
+        return eager_mask(**arguments)
     arguments = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(**arguments)
     assert mask is not None

@@ -1,7 +1,7 @@
 """Latent attention (MLA) over blocks: DeepSeek-V2 and V3 and what follows them.
 
-The cache holds, per token, one latent vector `c` (of which every head's key and value are linear images) and one rotated
-key that all heads share. The model expands all of them to keys and values at every step. But
+The cache holds, per token, one latent vector `c` (of which every head's key and value are linear images) and one
+rotated key that all heads share. The model expands all of them to keys and values at every step. But
 
     (W_k c) · q = c · (W_kᵀ q)        and        Σ w (W_v c) = W_v (Σ w c)
 
@@ -48,7 +48,7 @@ class LatentHeads:
         return type(self.module).expand_kv(self.module, latents[..., : self.rank], latents[..., self.rank :])
 
     def bring(self, query: torch.Tensor) -> torch.Tensor:
-        """A query [batch, num_heads, q_len, nope + rope] as it meets the latents, [batch, num_heads, q_len, rank + rope]."""
+        """A query [batch, num_heads, q_len, nope + rope] as it meets the latents, [..., rank + rope]."""
         plain, rotated = query[..., : self.nope], query[..., self.nope :]
         return torch.cat([torch.matmul(plain, self._weight()[:, : self.nope].to(plain.dtype)), rotated], dim=-1)
 

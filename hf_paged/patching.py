@@ -31,6 +31,7 @@ ModelT = TypeVar("ModelT")
 _STATE = "_hf_paged"
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
 _REFUSED_TYPES = {
+    "dory": "it adds layers to the cache while it runs",
     "git": "it concatenates image features into the cache and counts tokens for itself",
     "mllama": "its cross-attention keeps what it made of the images in the same cache",
     "mllama_text_model": "its cross-attention keeps what it made of the images in the same cache",

@@ -33,6 +33,8 @@ PACKED_TYPES = frozenset(
         "smollm3", "stablelm", "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
+# Model types that count positions anew in each forward, pads in the cache included.
+_CUT_MATTERS = frozenset(("kosmos-2", "kosmos-2.5"))
 # Composite models (images, sound) around one of these whose own forward leaves positions and masks to the text model.
 # The family sweep compares each (`python -m hf_paged support`).
 PACKED_COMPOSITES = frozenset(
@@ -112,6 +114,8 @@ def why_not_shared(
         return "hidden states are asked for"
     if hasattr(model, "_reorder_cache"):
         return "the model reorders the cache itself"
+    if model.config.model_type in _CUT_MATTERS:
+        return "positions depend on how a prompt with pads is cut"
     if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
         return "the model keeps each row's position of its own"
     unknown = sorted(

@@ -43,7 +43,7 @@ def remove(model: PreTrainedModel) -> None:
             module.__dict__.pop(name, None)
 
 
-def _adapter_of(module: torch.nn.Module) -> tuple[str, Any]:
+def _adapter_of(module: Any) -> tuple[str, Any]:
     if hasattr(type(module), "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), torch.nn.Module):
         return "expand_kv", _expand_kv
     if type(module).__name__ == "FalconAttention" and not module.config.alibi:
@@ -53,8 +53,13 @@ def _adapter_of(module: torch.nn.Module) -> tuple[str, Any]:
 
 def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents of a paged cache stay as they are: our attention function reads them."""
-    lazy = type(kv_nope) is LazyKV and type(k_rot) is LazyKV and kv_nope.layer is k_rot.layer
-    if lazy and kv_nope.layer.latent and LatentHeads.fits(self):
+    if (
+        isinstance(kv_nope, LazyKV)
+        and isinstance(k_rot, LazyKV)
+        and kv_nope.layer is k_rot.layer
+        and kv_nope.layer.latent
+        and LatentHeads.fits(self)
+    ):
         return kv_nope, k_rot
     return type(self).expand_kv(self, kv_nope, k_rot)
 

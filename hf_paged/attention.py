@@ -68,7 +68,7 @@ def paged_attention_forward(
             key.layer.commit(attention_mask.padding)
         key, value = key.materialize(""), value.materialize("")
         if heads is not None:
-            key, value = type(module).expand_kv(module, key, value)
+            key, value = heads.expand(torch.cat([key, value], dim=3))
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -214,8 +214,8 @@ def _latent_prompts(
     for row, new in enumerate(plan.new):
         if new and plan.live[row]:
             index, first = plan.columns_of(row)
-            own = [tensor[index : index + 1, :, first : first + new] for tensor in (query, keys, values)]
-            out[index, first : first + new] = _plain_causal(*own, scale)[0]
+            here = (slice(index, index + 1), slice(None), slice(first, first + new))
+            out[index, first : first + new] = _plain_causal(query[here], keys[here], values[here], scale)[0]
     return out
 
 

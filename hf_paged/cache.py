@@ -230,7 +230,7 @@ class PagedLayer(compat.CacheLayerMixin):
         slots = self.state.dense_slots(self.group, first, self.columns)
         held = (memory.key_slots, memory.value_slots)[index]
         if self.latent:
-            rank = self.state.pool.latent[0]
+            rank, _ = self.state.pool.latent or (0, 0)
             held = held[..., :rank] if index == 0 else held[..., rank:]
         dense = held.index_select(1, slots.flatten().to(held.device)).unflatten(1, slots.shape)
         return dense.transpose(0, 1).contiguous().to(store.signature[3 + index])

@@ -71,8 +71,8 @@ def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any
 def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Dims of the latent vector and the rotated key that a model with latent attention caches; None: it is not one."""
     text = config.get_text_config(decoder=True)
-    dims = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
-    return (int(dims[0]), int(dims[1])) if all(isinstance(dim, int) and dim > 0 for dim in dims) else None
+    latent, rotated = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    return (latent, rotated) if isinstance(latent, int) and isinstance(rotated, int) and latent > 0 else None
 
 
 def function_beside(module: torch.nn.Module, name: str) -> Callable:

@@ -471,7 +471,7 @@ def _image_size(config: Any) -> int:
 def _with_queries(config: Any, inputs: dict, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Text behind an image's (or two frames') placeholders; once more for a query transformer that reads it, too."""
     frames = 2 if config.model_type == "instructblipvideo" else 1
-    place = getattr(config, "image_token_index", None) or getattr(config, "video_token_index", None)
+    place = config.video_token_index if frames == 2 else config.image_token_index
     rows = next(iter(inputs.values())).shape[0]
     text = text_inputs((6, 9, 8)[:rows])
     image = torch.full((rows, frames * config.num_query_tokens), place)

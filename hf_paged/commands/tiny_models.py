@@ -22,7 +22,7 @@ PAD, BOS, EOS = 0, 1, 2
 FIRST_SPECIAL = 250
 """Prompts are drawn from 3 up to this id; ids of images, sounds and the like are laid from it on."""
 WINDOW = 8
-MOST_PARAMETERS = 100_000_000
+MOST_PARAMETERS = 120_000_000
 
 MAPPINGS = {
     "text": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
@@ -180,7 +180,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layers_block_type": None,
         "attention_hidden_size": 128,
     },
+    "muse_spark_audio": {"num_hidden_layers": 4},
     "wavtokenizer": {"codebook_dim": 64},
+    "wavtokenizer_encoder": {"codebook_dim": 64},
     "chameleon": {"vocabulary_map": {"<image>": 300, "IMGIMGAZ": 301}},
     "emu3": {"vocabulary_map": {"<image>": 300, "<|extra_200|>": 301, "<|visual token 000000|>": 302}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
@@ -388,6 +390,10 @@ def build(model_type: str, class_name: str, seed: int = 0, spread: float = 0.15)
         raise ValueError(f"{large:,} parameters are left of it")
     torch.manual_seed(seed)
     model = model_class(config).eval().float()
+    if model_type == "pop2piano":
+        model.generation_config.composer_to_feature_token = {
+            f"composer{index}": FIRST_SPECIAL for index in range(config.composer_vocab_size)
+        }
     generator = torch.Generator().manual_seed(seed + 1)
     for name, parameter in model.named_parameters():
         if "sinks" in name:
@@ -499,10 +505,10 @@ MORE_INPUTS: dict[str, Any] = {
     },
     "musicgen_decoder": lambda config, inputs, generator: {
         "encoder_hidden_states": torch.randn(len(inputs["attention_mask"]), 4, 64, generator=generator),
-        "input_ids": inputs["input_ids"].clamp(max=60).repeat_interleave(config.num_codebooks, 0),
+        "input_ids": inputs["input_ids"].remainder(59).add(1).repeat_interleave(config.num_codebooks, 0),
     },
     "musicgen_melody_decoder": lambda config, inputs, generator: {
-        "input_ids": inputs["input_ids"].clamp(max=60).repeat_interleave(config.num_codebooks, 0)
+        "input_ids": inputs["input_ids"].remainder(59).add(1).repeat_interleave(config.num_codebooks, 0)
     },
     "udop": lambda config, inputs, generator: {"bbox": torch.rand(*inputs["input_ids"].shape, 4, generator=generator)},
     "pix2struct": lambda config, inputs, generator: {

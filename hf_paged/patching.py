@@ -33,6 +33,7 @@ _STATE = "_hf_paged"
 _REFUSED_TYPES = {
     "dory": "it adds layers to the cache while it runs",
     "git": "it concatenates image features into the cache and counts tokens for itself",
+    "kosmos-2": "its positions depend on how a prompt with pads is cut",
     "mllama": "its cross-attention keeps what it made of the images in the same cache",
     "mllama_text_model": "its cross-attention keeps what it made of the images in the same cache",
 }
@@ -156,6 +157,8 @@ def _refuse(model: PreTrainedModel) -> None:
     """Raise ValueError if this model cannot be right with a paged cache."""
     text = model.config.get_text_config(decoder=True)
     reason = _REFUSED_TYPES.get(model.config.model_type) or _REFUSED_TYPES.get(text.model_type)
+    if reason is None and any("recurrent_states" in vars(module) for module in model.modules()):
+        reason = "it keeps a recurrent state in its modules, out of the cache's reach"
     if reason is None and not model._supports_default_dynamic_cache():
         reason = "its generate() does not use the library's cache classes"
     if reason is None:

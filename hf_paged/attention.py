@@ -13,6 +13,7 @@ import torch
 from . import compat
 from .backends import AttentionCall
 from .cross import LazyCross, pack_rows, unpack_rows
+from .latent import LatentHeads
 from .lazy import LazyKV, LazyMask
 
 NAME = "hf_paged"
@@ -49,13 +50,16 @@ def paged_attention_forward(
         [batch, q_len, num_heads, value_dim] and None: weights are not kept.
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
-        out = _repeat(query, key, attention_mask, dropout, scaling, kwargs)
-        if out is not None:
-            return out, None
+        heads = LatentHeads(module) if key.layer.latent else None
+        if heads is None or query.shape[2] == 1:
+            asked = query if heads is None else heads.bring(query)
+            out = _repeat(asked, key, attention_mask, dropout, scaling, kwargs)
+            if out is not None:
+                return (out if heads is None else heads.values(out)), None
         reason = _why_dense(module, query, key, attention_mask, dropout, kwargs)
         if reason is None:
             assert attention_mask is None or isinstance(attention_mask, LazyMask)
-            out = _attend(module, query, key, attention_mask, scaling, kwargs)
+            out = _attend(module, query, key, attention_mask, scaling, kwargs, heads)
             if out is not None:
                 return out, None
             reason = "the attention mask hides tokens that the cache holds"
@@ -64,6 +68,8 @@ def paged_attention_forward(
         if isinstance(attention_mask, LazyMask):
             key.layer.commit(attention_mask.padding)
         key, value = key.materialize(""), value.materialize("")
+        if heads is not None:
+            key, value = heads.expand(torch.cat([key, value], dim=3))
     elif type(key) is LazyCross and type(value) is LazyCross:
         out = _attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:
@@ -133,8 +139,9 @@ def _attend(
     mask: LazyMask | None,
     scaling: float | None,
     kwargs: dict[str, Any],
+    heads: LatentHeads | None = None,
 ) -> torch.Tensor | None:
-    """Attention over blocks; None if the mask hides stored tokens."""
+    """Attention over blocks; None if the mask hides stored tokens. `heads`: for latent attention."""
     layer = key.layer
     band = padding = None
     if mask is not None:
@@ -169,6 +176,7 @@ def _attend(
             # all values from an eager function, pads included. All of them are here, and only here.
             reason = "dense attention: pads behind tokens, under a model whose own attention is eager"
             layer.state.pool.count_fallback(reason, layer.state.fallbacks)
+            fresh = fresh if heads is None else heads.expand(fresh[0])
             return dense_attention(module, query, fresh[0], fresh[1], mask, 0.0, scaling, **kwargs)[0]
     if (
         q_len > 1
@@ -179,11 +187,15 @@ def _attend(
         and sinks is None
     ):
         # The very first tokens, no pads: the new keys are all there is.
-        new_key, new_value = fresh
+        new_key, new_value = fresh if heads is None or fresh[0] is None else heads.expand(fresh[0])
         bounded = band is not None and q_len > band
-        plain = not bounded and new_key is not None and new_key.shape[3] == new_value.shape[3]
+        plain = not bounded and new_key is not None and (heads or new_key.shape[3] == new_value.shape[3])
         if plain and all(new == q_len for new in plan.new):
             return _plain_causal(query, new_key, new_value, scaling)
+    if heads is not None:
+        if q_len > 1 and plan.suffix and not any(plan.past) and band is None and fresh[0] is not None:
+            return _latent_prompts(query, fresh[0], plan, scaling, heads)
+        query = heads.bring(query)
     pool = layer.state.pool
     memory = layer._store.memory  # taken once: another thread may make the store grow
     replay = plan.replay
@@ -192,6 +204,23 @@ def _attend(
         plan.replay.mask = mask
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
         pool.scratch_bytes = used
+    return out if heads is None else heads.values(out)
+
+
+def _latent_prompts(
+    query: torch.Tensor, latents: torch.Tensor, plan: Any, scale: float, heads: LatentHeads
+) -> torch.Tensor:
+    """The first tokens of each row, left pads or packed: attention over expanded keys and values, as the model does it.
+
+    Bringing the queries to the latents instead would be more work where there are as many queries as keys.
+    """
+    keys, values = heads.expand(latents)
+    out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], values.shape[3])
+    for row, new in enumerate(plan.new):
+        if new and plan.live[row]:
+            index, first = plan.columns_of(row)
+            here = (slice(index, index + 1), slice(None), slice(first, first + new))
+            out[index, first : first + new] = _plain_causal(query[here], keys[here], values[here], scale)[0]
     return out
 
 
@@ -322,7 +351,10 @@ def forget_implementation(config: Any) -> None:
 
 def implementation_before(module: torch.nn.Module) -> str | None:
     """The attention implementation a module had before `patch`; None: none, or not known."""
-    config = getattr(module, "config", None)
+    return _before_of(getattr(module, "config", None))
+
+
+def _before_of(config: Any) -> str | None:
     known = _before.get(id(config))
     return known[1] if known is not None and known[0]() is config else None
 
@@ -366,9 +398,12 @@ def paged_mask(
         device=device,
         **kwargs,
     )
+    # A model that was eager may do some of its attention by itself, with masks to be added.
+    eager = _before_of(kwargs.get("config")) == "eager"
+    library = compat.eager_mask if eager else compat.sdpa_mask
     pattern, window = compat.mask_pattern(mask_function)
-    if pattern == "other" or not allow_is_causal_skip or use_vmap:
-        return compat.sdpa_mask(**arguments)
+    if pattern == "other" or use_vmap:
+        return library(**arguments)
     if (
         attention_mask is not None
         and attention_mask.device.type == "cpu"  # elsewhere a look costs a synchronisation
@@ -377,12 +412,23 @@ def paged_mask(
     ):
         attention_mask = None
     dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
-    if attention_mask is None and dynamic and window is None and (q_length == 1 or q_length == kv_length):
+    if (
+        attention_mask is None
+        and allow_is_causal_skip
+        and dynamic
+        and window is None
+        and (q_length == 1 or q_length == kv_length)
+    ):
         return None
     if not dynamic:  # a static cache: keys of the future are there, too
-        return compat.sdpa_mask(**arguments)
+        return library(**arguments)
     return LazyMask.make(
-        (batch_size, 1, q_length, kv_length), device, window, attention_mask, partial(compat.full_mask, arguments)
+        (batch_size, 1, q_length, kv_length),
+        device,
+        window,
+        attention_mask,
+        partial(compat.full_mask, arguments, eager),
+        kwargs.get("dtype", torch.float32) if eager else torch.bool,
     )
 
 

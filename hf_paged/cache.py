@@ -47,6 +47,7 @@ class PagedLayer(compat.CacheLayerMixin):
         self.sliding_window = window
         self.columns = 0  # the library's length of this layer, pads and the pending step included
         self.steps = 0
+        self.latent = False  # keys and values are one latent vector and one rotated key (see `latent`)
         self._encoder_decoder = state.pool.model_config.is_encoder_decoder
         text = state.pool.model_config.get_text_config(decoder=True)
         self._peeked = bool(getattr(text, "cross_attention_layers", None)) and window is None
@@ -129,6 +130,11 @@ class PagedLayer(compat.CacheLayerMixin):
             # Cross-attention is about to write where self-attention has just written.
             raise self._out_of_step(self.columns)
         batch, heads, q_len = sizes
+        dims = self.state.pool.latent
+        if dims is not None and dims == (key_dim, value_dim) and heads == 1 and key_states.dtype == value_states.dtype:
+            # Latent attention: both are kept as one, which attention reads as keys and as values.
+            key_states = value_states = torch.cat([key_states, value_states], dim=3)
+            self.latent = True
         visible = self.columns + q_len
         if self.sliding_window is not None:
             visible -= max(self.columns - self.sliding_window + 1, 0)
@@ -239,6 +245,9 @@ class PagedLayer(compat.CacheLayerMixin):
         memory = store.memory
         slots = self.state.dense_slots(self.group, first, self.columns)
         held = (memory.key_slots, memory.value_slots)[index]
+        if self.latent:
+            rank, _ = self.state.pool.latent or (0, 0)
+            held = held[..., :rank] if index == 0 else held[..., rank:]
         dense = held.index_select(1, slots.flatten().to(held.device)).unflatten(1, slots.shape)
         return dense.transpose(0, 1).contiguous().to(store.signature[3 + index])
 
@@ -265,7 +274,7 @@ class PagedLayer(compat.CacheLayerMixin):
     def follow(self, state: CacheState) -> "PagedLayer":
         """This layer over a forked state."""
         other = PagedLayer(state, self.index)
-        other.columns, other._store = self.columns, self._store
+        other.columns, other._store, other.latent = self.columns, self._store, self.latent
         return other
 
 

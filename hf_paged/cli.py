@@ -1,4 +1,4 @@
-"""The command line: `python -m hf_paged demo`, `python -m hf_paged bench cpu`, `bench memory` and `bench trend`."""
+"""The command line: `python -m hf_paged demo`, `bench cpu`, `bench memory`, `bench trend` and `support`."""
 
 import argparse
 import sys
@@ -45,7 +45,31 @@ def _parser() -> argparse.ArgumentParser:
     trend.add_argument("--json", metavar="FILE", help="write the results there after every cell, too")
     trend.add_argument("--resume", action="store_true", help="keep the cells that the --json file has already")
     trend.add_argument("--plot", metavar="FILE", help="draw them there (.svg or .png; needs matplotlib)")
+    support = commands.add_parser(
+        "support", help="try every model family of the installed Transformers, tiny and random"
+    )
+    support.add_argument("--only", nargs="+", metavar="NAME", help="these model types or classes alone")
+    support.add_argument(
+        "--third", action="store_true", help="a third of them: every kind of attention, the same each time"
+    )
+    support.add_argument("--jobs", type=int, default=1, metavar="N", help="models at a time (default 1)")
+    support.add_argument("--json", metavar="FILE", help="write the results there")
+    support.add_argument("--markdown", metavar="FILE", help="write a table there, of this run or of --read")
+    support.add_argument("--read", nargs="+", metavar="FILE", help="run nothing: take these JSON files, one a version")
     return parser
+
+
+def _support(options: argparse.Namespace) -> int:
+    from .commands import support
+
+    return support.run(
+        only=options.only,
+        third=options.third,
+        jobs=options.jobs,
+        json_file=options.json,
+        markdown_file=options.markdown,
+        read=options.read,
+    )
 
 
 def _bench_memory(options: argparse.Namespace) -> int:
@@ -85,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .commands import demo
 
             return demo.run(prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
+        if options.command == "support":
+            return _support(options)
         if options.kind == "memory":
             return _bench_memory(options)
         if options.kind == "trend":

@@ -17,7 +17,7 @@ from transformers import masking_utils as _masking_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "EncoderDecoderCache",
     "LinearAttentionLayer",
     "PreTrainedConfig",
+    "eager_mask",
     "generating_model",
     "library_layer",
     "mask_pattern",
@@ -83,6 +84,18 @@ def reads_layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any
         if index < len(resolved):
             resolved[index] = (CROSS_ATTENTION, {})
     return resolved
+
+
+def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Dims of the latent vector and the rotated key that a model with latent attention caches; None: it is not one."""
+    text = config.get_text_config(decoder=True)
+    latent, rotated = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    return (latent, rotated) if isinstance(latent, int) and isinstance(rotated, int) and latent > 0 else None
+
+
+def function_beside(module: torch.nn.Module, name: str) -> Callable:
+    """A function of the modeling file that `module` comes from."""
+    return getattr(sys.modules[type(module).__module__], name)
 
 
 def window_of(layer_type: str, arguments: dict[str, Any]) -> tuple[bool, int | None]:
@@ -167,8 +180,11 @@ def eager_attention_of(module: torch.nn.Module) -> Callable | None:
     return None
 
 
-def full_mask(arguments: dict[str, Any]) -> torch.Tensor:
-    """The full boolean mask [batch, 1, q, kv] that the library's SDPA mask function gives for these arguments."""
+def full_mask(arguments: dict[str, Any], eager: bool = False) -> torch.Tensor:
+    """The full mask [batch, 1, q, kv] that the library's mask function gives for these arguments: boolean for SDPA, or
+    to be added (0 or the dtype's lowest number) for eager attention."""
+    if eager:
+        return eager_mask(**arguments)
     arguments = {**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(**arguments)
     assert mask is not None

@@ -66,7 +66,7 @@ class LazyKV(LazyTensor):
 
 
 class LazyMask(LazyTensor):
-    """A causal or sliding mask, [batch, 1, q, kv], bool: True where a key is seen.
+    """A causal or sliding mask, [batch, 1, q, kv]: bool, True where a key is seen, or a dtype to be added to scores.
 
     Attributes:
         window: tokens a query sees, itself included; None: plain causal.
@@ -85,8 +85,9 @@ class LazyMask(LazyTensor):
         window: int | None,
         padding: torch.Tensor | None,
         build: Callable[[], torch.Tensor],
+        dtype: torch.dtype = torch.bool,
     ) -> "LazyMask":
-        self = _make_wrapper(LazyMask, shape, dtype=torch.bool, device=device)
+        self = _make_wrapper(LazyMask, shape, dtype=dtype, device=device)
         self.window, self.padding, self.build = window, padding, build
         return self
 

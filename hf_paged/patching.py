@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from . import attention, compat, prefill
+from . import adapters, attention, compat, prefill
 from .cache import PagedCache
 from .config import PagedConfig
 from .cross import CrossCache
@@ -31,7 +31,11 @@ ModelT = TypeVar("ModelT")
 
 _STATE = "_hf_paged"
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
-_REFUSED_TYPES = {"git": "it concatenates image features into the cache and counts tokens for itself"}
+_REFUSED_TYPES = {
+    "dory": "it adds layers to the cache while it runs",
+    "git": "it concatenates image features into the cache and counts tokens for itself",
+    "kosmos-2": "its positions depend on how a prompt with pads is cut",
+}
 _DYNAMIC_SCALES = "ao.nn.quantized.dynamic"
 _REFUSED_LAYERS = (
     "indexed_attention",
@@ -100,6 +104,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
         attention.remember_implementation(entry, before)
     try:
         target.set_attn_implementation(_implementation(target))
+        adapters.install(target)
         for name, function in _METHODS.items():
             target.__dict__[name] = MethodType(function, target)
             state.methods.append(name)
@@ -117,6 +122,7 @@ def unpatch(model: ModelT) -> ModelT:
     target = compat.generating_model(model)
     state: PatchState | None = target.__dict__.pop(_STATE, None)
     if state is not None:
+        adapters.remove(target)
         for name in [*state.methods, "paged_pool"]:
             target.__dict__.pop(name, None)
         for config, implementation in state.implementations:
@@ -156,6 +162,8 @@ def _refuse(model: PreTrainedModel) -> None:
             "its layers (torch.ao dynamic quantisation) scale by the largest value of a whole batch, so what a row "
             "gives depends on the pads and rows beside it"
         )
+    if reason is None and any("recurrent_states" in vars(module) for module in model.modules()):
+        reason = "it keeps a recurrent state in its modules, out of the cache's reach"
     if reason is None and not model._supports_default_dynamic_cache():
         reason = "its generate() does not use the library's cache classes"
     if reason is None:
@@ -171,6 +179,8 @@ def _refuse(model: PreTrainedModel) -> None:
             reason = f"its layers of type {', '.join(sparse)} read the cache by index or in compressed form"
         elif not any(compat.window_of(layer_type, {"sliding_window": 1})[0] for layer_type in types):
             reason = "none of its layers keeps keys and values"
+            if mixed := sorted(set(types) & {"hybrid", "hybrid_sliding"}):
+                reason = f"its layers of type {', '.join(mixed)} keep keys, values and a recurrent state in one"
     if reason is not None:
         raise ValueError(f"hf_paged cannot patch {type(model).__name__} and be right: {reason}")
 

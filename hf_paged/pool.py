@@ -62,6 +62,7 @@ class KVPool:
         self.config = paged_config if paged_config is not None else PagedConfig()
         self.backend = backends.choose(self.config.backend, self.config.block_size)
         self.layer_types = compat.reads_layer_types(config)
+        self.latent = compat.latent_dims(config)  # latent attention: dims of the latent vector and of the rotated key
         by_window: dict[int | None, list[int]] = {}
         self.group_of: dict[int, int] = {}
         for index, (layer_type, arguments) in enumerate(self.layer_types):
@@ -202,7 +203,7 @@ class KVPool:
             with self.locked():
                 store = self.stores.get(layer)
                 if store is None:
-                    self.stores[layer] = store = LayerStore(key, value, self.config.block_size, self._kv_dtype)
+                    self.stores[layer] = store = self._new_store(key, value)
         if store.signature != (signature := LayerStore.signature_of(key, value)):
             raise ValueError(
                 f"layer {layer} of this pool stores (kv heads, key dim, value dim, key dtype, value dtype, device) = "
@@ -210,6 +211,11 @@ class KVPool:
                 "of their own: give each its own KVPool. After model.to(...), drop the caches that were filled before."
             )
         return store
+
+    def _new_store(self, key: torch.Tensor, value: torch.Tensor) -> LayerStore:
+        # Latents are keys and values at once (`PagedLayer.update`).
+        once = self.latent is not None and key.shape[1] == 1 and key.shape[3] == value.shape[3] == sum(self.latent)
+        return LayerStore(key, value, self.config.block_size, self._kv_dtype, once)
 
     @property
     def _kv_dtype(self) -> torch.dtype | None:
@@ -226,7 +232,7 @@ class KVPool:
         with self.locked():
             if self._sized:
                 return
-            block = LayerStore(key, value, self.config.block_size, self._kv_dtype).bytes_per_block
+            block = self._new_store(key, value).bytes_per_block
             budget = self.config.budget_bytes(_free_memory(key.device))
             layers = sum(len(group.layers) for group in self.groups)
             # The same number of blocks for every group; each group's null block is paid for too.

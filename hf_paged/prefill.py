@@ -36,6 +36,18 @@ PACKED_TYPES = frozenset(
         "smollm3", "stablelm", "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
+# Model types that count positions anew in each forward, pads in the cache included.
+_CUT_MATTERS = frozenset(("kosmos-2", "kosmos-2.5"))
+# Composite models (images, sound) around one of these whose own forward leaves positions and masks to the text model.
+# The family sweep compares each (`python -m hf_paged support`).
+PACKED_COMPOSITES = frozenset(
+    (
+        "audioflamingo3", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "glmasr", "got_ocr2",
+        "granite_speech", "granite_speech_plus", "idefics2", "idefics3", "internvl", "lighton_ocr", "llava",
+        "llava_next", "llava_next_video", "llava_onevision", "mistral3", "musicflamingo", "omniasr", "ovis2",
+        "qianfan_ocr", "qwen3_asr", "gemma3", "smolvlm", "video_llava", "vipllava", "voxtral",
+    )
+)  # fmt: skip
 # Keywords of a prefill that say nothing of the content but ids and mask.
 KNOWN_KEYWORDS = frozenset(
     (
@@ -163,6 +175,10 @@ def why_not_shared(
         return "hidden states are asked for"
     if hasattr(model, "_reorder_cache"):
         return "the model reorders the cache itself"
+    if model.config.model_type in _CUT_MATTERS:
+        return "positions depend on how a prompt with pads is cut"
+    if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
+        return "the model keeps each row's position of its own"
     understood, columns = KNOWN_KEYWORDS, input_ids.shape[1]
     if columns == 0 and model_kwargs.get("inputs_embeds") is not None and not cache.get_seq_length() and _packs(model):
         # Embeddings are the prompt where there are no ids; going on behind a hit is a forward of our own.
@@ -190,6 +206,8 @@ def why_not_shared(
 def _packs(model: Any) -> bool:
     """Whether rows can be packed into one forward of this model."""
     text = model.config.get_text_config(decoder=True)
+    if text is not model.config and model.config.model_type not in PACKED_COMPOSITES:
+        return False
     return text.model_type in PACKED_TYPES and text._attn_implementation == attention.NAME
 
 

@@ -77,10 +77,19 @@ class LayerStore:
         value: likewise, [batch, num_kv_heads, tokens, value_dim].
         block_size: tokens per block.
         dtype: dtype to store in; None: the tensors' own.
+        once: keys and values are the same numbers, in the same memory.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, block_size: int, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+        once: bool = False,
+    ):
         self.block_size = block_size
+        self.once = once
         self.lock = threading.Lock()
         self.signature = self.signature_of(key, value)
         self._shapes = []
@@ -99,17 +108,19 @@ class LayerStore:
         with torch.inference_mode(False):
             tensors = []
             for heads, dim, dtype, device in self._shapes[:1] if alike else self._shapes:
-                shape = (2 * heads if alike else heads, num_blocks + 1, self.block_size, dim)
+                shape = (2 * heads if alike and not self.once else heads, num_blocks + 1, self.block_size, dim)
                 tensors.append(torch.empty(shape, dtype=dtype, device=device))
                 tensors[-1][:, 0].zero_()
             if alike:
                 heads = self._shapes[0][0]
+                if self.once:
+                    return Memory(tensors[0], tensors[0], tensors[0])
                 return Memory(tensors[0][:heads], tensors[0][heads:], tensors[0])
             return Memory(*tensors)
 
     @property
     def nbytes(self) -> int:
-        return self.memory.keys.nbytes + self.memory.values.nbytes
+        return self.memory.keys.nbytes + (0 if self.once else self.memory.values.nbytes)
 
     @property
     def bytes_per_block(self) -> int:
@@ -128,7 +139,8 @@ class LayerStore:
         with torch.inference_mode(False), torch.no_grad():
             new = self._memory(num_blocks)
             new.keys[:, 1 : old.num_blocks + 1] = old.keys[:, 1:]
-            new.values[:, 1 : old.num_blocks + 1] = old.values[:, 1:]
+            if not self.once:
+                new.values[:, 1 : old.num_blocks + 1] = old.values[:, 1:]
             self.memory = new
         return new
 

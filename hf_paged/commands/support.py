@@ -1,0 +1,428 @@
+"""`python -m hf_paged support`: every model family the installed Transformers can generate with, or why not.
+
+For each a tiny random model is made (`tiny_models`) and generates with and without the paged cache, in float32: greedy,
+beams and samples of left-padded rows, prompt lookup, rows that end early. Each is put in one class:
+
+- `paged`: the same tokens and logits, and attention never left the blocks;
+- `dense`: the same, some or all of it by a dense path, as counted in `fallbacks`;
+- `refused`: `patch()` raises, with the reason;
+- `not built`: no tiny model came about, or the unpatched one does not generate;
+- `wrong`: anything else. There should be none.
+
+Every model has a process of its own, so a crash or an endless loop costs that model's line only.
+"""
+
+import copy
+import json
+import multiprocessing
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+CLASSES = ("paged", "dense", "refused", "not built", "wrong")
+TIME_LIMIT = 120  # seconds for one model
+MEMORY_LIMIT = 6 << 30  # bytes of address space beside what the parent has
+TOLERANCE = 1e-4
+
+# Fallbacks that cost a saving and leave attention on the blocks.
+_SAVINGS = ("pads are computed", "the prompt is computed once per beam or sample")
+
+
+@dataclass
+class Line:
+    """What came out for one model family.
+
+    Attributes:
+        model: model type, as in `config.model_type` or the library's own mapping.
+        architecture: class name.
+        task: text, text to text, speech or images (a generating model that also takes images).
+        kind: one of `CLASSES`; called `class` in JSON.
+        reason: why it is not simply `paged`, or which saving it goes without.
+        modes: mode of generation → "exact", or why the unpatched model does not do it.
+        seconds: time it took; not in JSON, so that two runs can be compared.
+    """
+
+    model: str
+    architecture: str
+    task: str
+    kind: str = "not built"
+    reason: str = ""
+    modes: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        entry = asdict(self)
+        entry["class"] = entry.pop("kind")
+        order = ("model", "class", "reason", "architecture", "task", "modes")
+        return {name: entry[name] for name in order}
+
+
+class _Wrong(Exception):
+    """The paged model does something else than the unpatched one."""
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _generate(model: Any, inputs: Any, seed: int = 5, **options: Any) -> Any:
+    import torch
+
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.generate(**{name: value.clone() for name, value in inputs.items()}, **options)
+
+
+def _sequences(output: Any) -> Any:
+    """The ids; some models return more than was asked for."""
+    return getattr(output, "sequences", output)
+
+
+def _compare(expected: Any, got: Any, mode: str) -> None:
+    import torch
+
+    if not torch.equal(expected.sequences, got.sequences):
+        raise _Wrong(f"{mode}: other tokens")
+    for step, (left, right) in enumerate(zip(expected.logits or (), got.logits or (), strict=True)):
+        scale = max(1.0, left[left.isfinite()].abs().max().item())
+        difference = (left - right)[left.isfinite()].abs().max().item()
+        if not difference <= TOLERANCE * scale:
+            raise _Wrong(f"{mode}: logits of step {step} are {difference:.2g} apart")
+
+
+def _repeating(inputs: dict[str, Any]) -> dict[str, Any]:
+    """One row, whose text repeats itself where it is text: something to look up."""
+    rows = {name: value[-1:] for name, value in inputs.items()}
+    for name in ("input_ids", "decoder_input_ids"):
+        ids = rows.get(name)
+        if ids is not None and ids.shape[1] >= 8 and int(ids.max()) < 250:
+            half = ids.shape[1] // 2
+            rows[name] = ids[:, :half].repeat(1, 2)
+            for mask in ("attention_mask", "decoder_attention_mask"):
+                if mask in rows and name.startswith("decoder") == mask.startswith("decoder"):
+                    rows[mask] = rows[mask][:, : 2 * half]
+    return rows
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 12},
+    "beams": {"num_beams": 3, "max_new_tokens": 6},
+    "samples": {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6},
+    "early end": {"max_new_tokens": 10},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10},
+}
+
+
+def measure(task: str, model_type: str, class_name: str) -> Line:
+    """Build one family's tiny model and compare. Never raises but for faults of its own."""
+    import torch
+
+    import hf_paged
+
+    from . import tiny_models
+
+    line = Line(model_type, class_name, task)
+    begin = time.perf_counter()
+
+    def done(kind: str, reason: str) -> Line:
+        line.kind, line.reason, line.seconds = kind, reason, round(time.perf_counter() - begin, 2)
+        return line
+
+    torch.set_num_threads(1)
+    lengths = (5, 14, 12)
+    for spread in (0.15, 0.04):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                plain = tiny_models.build(model_type, class_name, spread=spread)
+        except Exception as error:
+            return done("not built", _short(error))
+        if not hasattr(plain, "generate") or not plain.can_generate():
+            return done("not built", "it has no generate()")
+        settings = plain.generation_config
+        settings.eos_token_id = None
+        settings.pad_token_id = tiny_models.PAD
+        starts = plain.config.is_encoder_decoder or model_type.startswith("musicgen")
+        if starts and settings.decoder_start_token_id is None:
+            settings.decoder_start_token_id = tiny_models.BOS
+        settings.forced_eos_token_id = settings.forced_bos_token_id = None
+        try:
+            patched = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+        except ValueError as error:
+            return done("refused", " ".join(str(error).split()).split(" and be right: ")[-1])
+        try:
+            inputs = dict(tiny_models.inputs_for(plain, lengths))
+            first = _generate(plain, inputs, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
+            other = _generate(
+                plain,
+                dict(tiny_models.inputs_for(plain, lengths, changed=True)),
+                max_new_tokens=4,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        except Exception as error:
+            return done("not built", f"the unpatched model does not generate: {_short(error)}")
+        if getattr(first, "logits", None) is None:
+            return done("not built", "its generate() returns no logits to compare")
+        if not any(bool(step.isnan().any() or (step == torch.inf).any()) for step in first.logits):
+            break
+    else:
+        return done("not built", "its logits are not finite")
+    moved = (first.logits[0][0] - other.logits[0][0]).abs()
+    if not bool((moved[moved.isfinite()] > 1e-3).any()):
+        return done("not built", "its logits do not depend on the prompt's first token")
+
+    everything = {"return_dict_in_generate": True, "output_logits": True}
+    end: int | None = None
+    for mode, options in MODES.items():
+        given = _repeating(inputs) if mode == "prompt lookup" else inputs
+        options = dict(options)
+        if mode == "early end":
+            if end is None:
+                continue
+            options["eos_token_id"] = end
+        try:
+            expected = _generate(plain, given, **options, **everything)
+        except Exception as error:
+            line.modes[mode] = _short(error)
+            continue
+        try:
+            got = _generate(patched, given, **options, **everything)
+            _compare(expected, got, mode)
+            bare = _sequences(_generate(patched, given, **options))
+            if not torch.equal(expected.sequences, bare) and not torch.equal(
+                _sequences(_generate(plain, given, **options)), bare
+            ):
+                raise _Wrong(f"{mode}, ids alone: other tokens")
+            del got
+            patched.paged_pool.check()
+        except _Wrong as error:
+            return done("wrong", str(error))
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return done("wrong", f"{mode}: {_short(error)} ({Path(place.filename).name}:{place.lineno})")
+        line.modes[mode] = "exact"
+        if mode == "greedy":
+            end = int(expected.sequences[0, -len(expected.logits) // 2])
+    if "exact" not in line.modes.values():
+        return done("not built", f"the unpatched model does not generate: {line.modes}")
+    stats = patched.paged_stats()
+    dense = {reason: n for reason, n in stats.fallbacks.items() if not reason.startswith(_SAVINGS)}
+    if dense:
+        return done("dense", "; ".join(sorted(dense)))
+    if not stats.peak_used_blocks:
+        return done("dense", "generate() made no cache that could be paged")
+    return done("paged", "; ".join(sorted(stats.fallbacks)))
+
+
+# -- running them ------------------------------------------------------------------------------------------------------
+
+
+def _child(pipe: Any, entry: tuple[str, str, str]) -> None:
+    with open("/dev/null", "w") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_LIMIT, resource.RLIM_INFINITY))
+        signal.alarm(TIME_LIMIT)
+        pipe.send(measure(*entry))
+
+
+def sweep(chosen: Sequence[tuple[str, str, str]], jobs: int = 1, said: Any = None) -> list[Line]:
+    """Measure these entries, each in a forked process, `jobs` at a time; results in the order given.
+
+    Args:
+        chosen: `(task, model type, class name)` each, from `tiny_models.entries()`.
+        said: called with each `Line` when it is there.
+    """
+    import torch
+
+    import hf_paged  # noqa: F401  (so that the forked processes need not)
+
+    from . import tiny_models  # noqa: F401
+
+    torch.set_num_threads(1)  # a process with running threads must not be forked
+    context = multiprocessing.get_context("fork")
+    lines: dict[int, Line] = {}
+    running: dict[int, tuple[Any, Any]] = {}
+    waiting = list(enumerate(chosen))[::-1]
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            index, entry = waiting.pop()
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(theirs, entry))
+            process.start()
+            theirs.close()
+            running[index] = (process, ours)
+        multiprocessing.connection.wait([pipe for _, pipe in running.values()])
+        for index, (process, pipe) in list(running.items()):
+            if not pipe.poll():
+                continue
+            try:
+                line = pipe.recv()
+            except EOFError:
+                process.join()
+                task, model_type, class_name = chosen[index]
+                code = process.exitcode or 0
+                how = f"it took more than {TIME_LIMIT} s" if code == -signal.SIGALRM else f"its process died ({code})"
+                line = Line(model_type, class_name, task, "wrong", how)
+            process.join()
+            del running[index]
+            lines[index] = line
+            if said is not None:
+                said(line)
+    return [lines[index] for index in range(len(chosen))]
+
+
+def versions() -> dict[str, str]:
+    """Versions the result depends on."""
+    import platform
+
+    import torch
+    import transformers
+
+    import hf_paged
+
+    return {
+        "hf_paged": hf_paged.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def render(results: Sequence[dict[str, Any]]) -> str:
+    """The table of one or more results (one a Transformers version), as Markdown.
+
+    Args:
+        results: contents of the JSON files.
+    """
+    results = sorted(results, key=lambda result: _version_key(result["versions"]["transformers"]), reverse=True)
+    names = [result["versions"]["transformers"] for result in results]
+    text = [
+        "# Model families",
+        "",
+        "<!-- Made by `python -m hf_paged support --markdown`; do not edit. -->",
+        "",
+        *_ABOUT,
+        "",
+        "| | " + " | ".join(f"Transformers {name}" for name in names) + " |",
+        "| --- |" + " --- |" * len(names),
+    ]
+    for kind in CLASSES:
+        counts = [sum(entry["class"] == kind for entry in result["models"]) for result in results]
+        text.append(f"| {kind} | " + " | ".join(map(str, counts)) + " |")
+    text.append("| all | " + " | ".join(str(len(result["models"])) for result in results) + " |")
+    for result in results:
+        made = result["versions"]
+        text += ["", f"Transformers {made['transformers']}: torch {made['torch']}, Python {made['python']}."]
+    by_version = [{(e["model"], e["architecture"]): e for e in result["models"]} for result in results]
+    for task in dict.fromkeys(e["task"] for result in results for e in result["models"]):
+        keys = sorted({key for table in by_version for key, entry in table.items() if entry["task"] == task})
+        text += ["", f"## {_TITLES.get(task, task)}", ""]
+        text.append("| model type | class | " + " | ".join(names) + " | notes |")
+        text.append("| --- | --- |" + " --- |" * len(names) + " --- |")
+        for key in keys:
+            found = [table.get(key) for table in by_version]
+            notes: dict[str, list[str]] = {}
+            for name, entry in zip(names, found, strict=True):
+                if entry is not None and entry["reason"]:
+                    notes.setdefault(entry["reason"], []).append(name)
+            present = sum(entry is not None for entry in found)
+            parts = [note if len(where) == present else f"{', '.join(where)}: {note}" for note, where in notes.items()]
+            cells = ["-" if entry is None else entry["class"] for entry in found]
+            row = [f"`{key[0]}`", f"`{key[1]}`", *cells, "; ".join(parts).replace("|", "\\|")]
+            text.append("| " + " | ".join(row) + " |")
+    return "\n".join(text) + "\n"
+
+
+_TITLES = {
+    "text": "Text",
+    "text to text": "Text to text",
+    "speech": "Speech",
+    "images": "Images and text",
+}
+_ABOUT = (
+    "Every entry of the mappings for causal language models, text to text, speech to text, and image and text to text",
+    "of the versions named. Of each a tiny random model (float32, on the CPU) generates with and without the paged",
+    "cache: greedy, beams, samples and rows that end early from left-padded prompts of 5, 14 and 12 tokens, and prompt",
+    "lookup from one prompt, at block size 4 and windows of 8 tokens. Models that can be given images or sound,",
+    "but need none, are given text alone here.",
+    "",
+    "- **paged**: the same tokens and logits (1e-4 of the largest), and attention never left the blocks;",
+    "- **dense**: the same tokens and logits, some or all of the attention on dense copies of the blocks, counted in",
+    "  `paged_stats().fallbacks`;",
+    "- **refused**: `patch()` raises, with this reason;",
+    "- **not built**: no tiny model came about, or the unpatched one does not generate, so nothing is known;",
+    "- **wrong**: something else came out. There should be none.",
+)
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def run(
+    only: Sequence[str] | None = None,
+    third: bool = False,
+    jobs: int = 1,
+    json_file: str | None = None,
+    markdown_file: str | None = None,
+    read: Sequence[str] | None = None,
+) -> int:
+    """The command.
+
+    Args:
+        only: model types or class names; None: all.
+        third: a third of them, see `tiny_models.third`.
+        jobs: models at a time.
+        json_file, markdown_file: where to write the results.
+        read: JSON files of earlier runs; nothing is run then.
+
+    Returns:
+        1 if a family is wrong, else 0.
+
+    Raises:
+        UsageError: if nothing is left to run, or to write.
+    """
+    from .measure import UsageError
+
+    if read:
+        if not markdown_file:
+            raise UsageError("--read needs --markdown FILE")
+        results = [json.loads(Path(name).read_text()) for name in read]
+        Path(markdown_file).write_text(render(results))
+        return 0
+    from . import tiny_models
+
+    chosen = tiny_models.entries()
+    if third:
+        chosen = tiny_models.third(chosen)
+    if only:
+        chosen = [entry for entry in chosen if entry[1] in only or entry[2] in only]
+    if not chosen:
+        raise UsageError(f"the installed Transformers has no generating model of these names: {', '.join(only or ())}")
+    begin = time.perf_counter()
+
+    def say(line: Line) -> None:
+        print(
+            f"{line.model:<26} {line.architecture:<44} {line.kind:<10} {line.seconds:5.1f} s  {line.reason}", flush=True
+        )
+
+    lines = sweep(chosen, jobs, say)
+    counts = {kind: sum(line.kind == kind for line in lines) for kind in CLASSES}
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()), f"in {time.perf_counter() - begin:.0f} s")
+    content = {"versions": versions(), "models": [line.as_json() for line in lines]}
+    if json_file:
+        Path(json_file).write_text(json.dumps(content, indent=1) + "\n")
+    if markdown_file:
+        Path(markdown_file).write_text(render([content]))
+    return 1 if counts["wrong"] else 0

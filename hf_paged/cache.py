@@ -47,10 +47,8 @@ class PagedLayer(compat.CacheLayerMixin):
         self.sliding_window = window
         self.columns = 0  # the library's length of this layer, pads and the pending step included
         self.steps = 0
-        self.latent = False  # keys and values are one latent vector and one rotated key (see `latent`)
         self._encoder_decoder = state.pool.model_config.is_encoder_decoder
-        text = state.pool.model_config.get_text_config(decoder=True)
-        self._peeked = bool(getattr(text, "cross_attention_layers", None)) and window is None
+        self._peeked = state.pool.has_cross_layers and window is None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._store: LayerStore | None = None
 
@@ -134,7 +132,6 @@ class PagedLayer(compat.CacheLayerMixin):
         if dims is not None and dims == (key_dim, value_dim) and heads == 1 and key_states.dtype == value_states.dtype:
             # Latent attention: both are kept as one, which attention reads as keys and as values.
             key_states = value_states = torch.cat([key_states, value_states], dim=3)
-            self.latent = True
         visible = self.columns + q_len
         if self.sliding_window is not None:
             visible -= max(self.columns - self.sliding_window + 1, 0)
@@ -217,6 +214,13 @@ class PagedLayer(compat.CacheLayerMixin):
         first = 0 if self.sliding_window is None else max(self.columns - q_len - self.sliding_window + 1, 0)
         return self._gather(index, first)
 
+    @property
+    def latent(self) -> bool:
+        """Keys and values are one latent vector and one rotated key, kept in one (see `latent`)."""
+        if self._store is not None:
+            return self._store.once
+        return self._pending is not None and self._pending[0] is self._pending[1] and self.state.pool.latent is not None
+
     def _snapshot(self, index: int) -> torch.Tensor | None:
         if self.columns == 0:
             return None
@@ -237,11 +241,8 @@ class PagedLayer(compat.CacheLayerMixin):
         step = self.state.step
         if step is not None and self.columns < step.end:
             # Other layers are ahead in this forward: the tables name blocks that this layer has not made yet.
-            plan = step.groups[self.group]
             with store.lock:
-                store.ensure(plan.num_blocks)
-                if plan.copies:
-                    store.copy_blocks(*plan.copies_on(store.memory.keys.device))
+                step.groups[self.group].prepare(store)
         memory = store.memory
         slots = self.state.dense_slots(self.group, first, self.columns)
         held = (memory.key_slots, memory.value_slots)[index]
@@ -274,7 +275,7 @@ class PagedLayer(compat.CacheLayerMixin):
     def follow(self, state: CacheState) -> "PagedLayer":
         """This layer over a forked state."""
         other = PagedLayer(state, self.index)
-        other.columns, other._store, other.latent = self.columns, self._store, self.latent
+        other.columns, other._store = self.columns, self._store
         return other
 
 

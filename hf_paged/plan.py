@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .blocks import RowTables
-from .store import LayerStore
+from .store import LayerStore, Memory
 
 
 @dataclass
@@ -112,19 +112,27 @@ class GroupPlan:
         tokens. Not for plans with pads on the right or in the middle."""
         return (row, self.q_len - self.new[row]) if self.offsets is None else (0, self.offsets[row])
 
+    def prepare(self, store: LayerStore) -> Memory:
+        """Have memory for all blocks that the tables name, and copy those that are about to be written while shared.
+
+        Call with the store's lock held.
+        """
+        memory = store.memory
+        if memory.num_blocks < self.num_blocks:
+            memory = store.ensure(self.num_blocks)
+        if self.copies:
+            store.copy_blocks(*self.copies_on(memory.keys.device))
+        return memory
+
     def write(self, store: LayerStore, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy blocks that are about to be written while shared, then put the new tokens into their slots.
+        """Put the new tokens into their slots, in memory that is prepared for them.
 
         Call with the store's lock held.
 
         Args:
             key, value: [batch, num_kv_heads, q_len, dim]
         """
-        memory = store.memory
-        if memory.num_blocks < self.num_blocks:
-            memory = store.ensure(self.num_blocks)
-        if self.copies:
-            store.copy_blocks(*self.copies_on(key.device))
+        memory = self.prepare(store)
         _, heads, q_len, _ = key.shape
         if self.offsets is not None or (q_len >= 16 and self.suffix):
             # Long runs: straight copies, no reordered temporary.

@@ -62,6 +62,7 @@ class KVPool:
         self.config = paged_config if paged_config is not None else PagedConfig()
         self.backend = backends.choose(self.config.backend, self.config.block_size)
         self.layer_types = compat.reads_layer_types(config)
+        self.has_cross_layers = any(layer_type == compat.CROSS_ATTENTION for layer_type, _ in self.layer_types)
         self.latent = compat.latent_dims(config)  # latent attention: dims of the latent vector and of the rotated key
         by_window: dict[int | None, list[int]] = {}
         self.group_of: dict[int, int] = {}

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria
 
 import hf_paged
 from hf_paged import compat
+from hf_paged.commands.tiny_models import text_inputs
 from hf_paged.lazy import LazyKV
 
 VOCAB = 97
@@ -227,15 +228,7 @@ def likely_eos(model: Any, boost: float, token: int = EOS) -> Any:
 
 def prompts(*lengths: int, seed: int = 3, side: str = "left", pad: int = PAD) -> dict[str, torch.Tensor]:
     """A padded batch of random prompts: `input_ids` and `attention_mask`, [rows, longest]."""
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(lengths)
-    ids = torch.randint(3, VOCAB, (len(lengths), longest), generator=generator)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        pads = slice(0, longest - length) if side == "left" else slice(length, longest)
-        ids[row, pads] = pad
-        mask[row, pads] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return text_inputs(lengths, side, seed, VOCAB, pad)
 
 
 def run(model: Any, inputs: dict, seed: int = 5, **kwargs: Any) -> Any:

@@ -85,3 +85,17 @@ def test_without_a_cache_nothing_changes(family):
     inputs = prompts(5, 12)
     with torch.no_grad():
         assert torch.equal(plain(**inputs, use_cache=False).logits, paged(**inputs, use_cache=False).logits)
+
+
+def test_a_loaded_cache_shows_and_goes_on_with_what_was_saved(tmp_path):
+    plain, paged = pair("deepseek_v3", block_size=4)
+    inputs, file = prompts(9), tmp_path / "prefix.safetensors"
+    cache = hf_paged.PagedCache(paged.config, pool=paged.paged_pool)
+    out = run(paged, inputs, max_new_tokens=4, **with_cache(cache))
+    cache.save(file)
+    loaded = hf_paged.PagedCache.load(file, paged)
+    for mine, saved in zip(loaded.layers, cache.layers, strict=True):
+        assert torch.equal(mine.keys, saved.keys) and torch.equal(mine.values, saved.values)
+    longer = {"input_ids": torch.cat([out, torch.tensor([[5, 6, 7]])], dim=1)}
+    expected = run(plain, longer, max_new_tokens=6)
+    assert torch.equal(expected, run(paged, longer, max_new_tokens=6, **with_cache(loaded)))

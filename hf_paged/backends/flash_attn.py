@@ -12,6 +12,7 @@ or to PyTorch's where there is no Triton. Not measured yet: nothing chooses this
 import functools
 import importlib
 import importlib.util
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,7 +196,7 @@ def _rows_on(plan: GroupPlan, device: torch.device) -> _Rows:
         width = max(1, *(len(row.blocks) for row in held))
         table = [row.blocks + [0] * (width - len(row.blocks)) for row in held]
         queries = [*plan.offsets, plan.q_len] if plan.offsets is not None else [0] * (plan.batch + 1)
-        sums = [sum(lengths[:row]) for row in range(plan.batch + 1)]
+        sums = list(itertools.accumulate(lengths, initial=0))
 
         def sent(numbers: list) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)

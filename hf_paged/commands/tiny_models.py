@@ -403,15 +403,17 @@ def build(model_type: str, class_name: str, seed: int = 0, spread: float = 0.15)
     return model
 
 
-def text_inputs(lengths: tuple[int, ...], side: str = "left", seed: int = 3) -> dict[str, torch.Tensor]:
-    """A padded batch of random prompts: `input_ids` and `attention_mask`, [rows, longest]."""
+def text_inputs(
+    lengths: tuple[int, ...], side: str = "left", seed: int = 3, below: int = FIRST_SPECIAL, pad: int = PAD
+) -> dict[str, torch.Tensor]:
+    """A padded batch of random prompts, [rows, longest] each: `input_ids` from 3 up to `below` and `attention_mask`."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
-    ids = torch.randint(3, FIRST_SPECIAL, (len(lengths), longest), generator=generator)
+    ids = torch.randint(3, below, (len(lengths), longest), generator=generator)
     mask = torch.ones_like(ids)
     for row, length in enumerate(lengths):
         pads = slice(0, longest - length) if side == "left" else slice(length, longest)
-        ids[row, pads] = PAD
+        ids[row, pads] = pad
         mask[row, pads] = 0
     return {"input_ids": ids, "attention_mask": mask}
 

@@ -117,6 +117,8 @@ def _why_dense(
     """Why this call cannot be computed over blocks; None: it can."""
     if mask is not None and type(mask) is not LazyMask:
         return "a custom attention mask"
+    if (None if mask is None or not mask.chunked else mask.window) != key.layer.chunk:
+        return "a mask of other chunks than the layer's"
     if dropout and module.training:
         return "dropout"
     if not _DENSE_KEYWORDS.isdisjoint(kwargs):
@@ -376,9 +378,10 @@ def paged_mask(
 ) -> torch.Tensor | None:
     """The mask for `hf_paged` attention, in as little memory as it needs.
 
-    Plain causal without padding, where one query or all keys are new: None. Plain causal or sliding otherwise: a
-    `LazyMask` that carries the 2D padding mask and becomes [batch, 1, q, kv] only if something other than our attention
-    function looks at it. Any other pattern (images, packed sequences, chunks, bidirectional): the library's full mask.
+    Plain causal without padding, where one query or all keys are new: None. Plain causal, sliding or chunked otherwise:
+    a `LazyMask` that carries the 2D padding mask and becomes [batch, 1, q, kv] only if something other than our
+    attention function looks at it. Any other pattern (images, packed sequences, bidirectional): the library's full
+    mask.
 
     A lazy mask keeps its promise in every hand: a model that slices or adds it gets the right numbers. A compact
     [batch, 1, 1, kv] tensor would not.
@@ -426,6 +429,7 @@ def paged_mask(
         (batch_size, 1, q_length, kv_length),
         device,
         window,
+        pattern == "chunked",
         attention_mask,
         partial(compat.full_mask, arguments, eager),
         kwargs.get("dtype", torch.float32) if eager else torch.bool,

@@ -42,7 +42,9 @@ class PagedLayer(compat.CacheLayerMixin):
         self.state = state
         self.index = index
         self.group = state.pool.group_of[index]
-        window = state.pool.groups[self.group].window
+        group = state.pool.groups[self.group]
+        window = group.window
+        self.chunk = window if group.chunked else None  # tokens of a chunk
         self.is_sliding = window is not None
         self.sliding_window = window
         self.columns = 0  # the library's length of this layer, pads and the pending step included

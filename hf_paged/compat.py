@@ -55,11 +55,12 @@ SDPA_IGNORES_SOFTCAP: bool = "softcap" not in inspect.getsource(sdpa_attention_f
 _PAGED_TYPES = {
     "full_attention": False,
     "sliding_attention": True,
-    "chunked_attention": True,
+    "chunked_attention": True,  # the window is a chunk's length
     "hybrid": False,
     "hybrid_sliding": True,
 }
 CROSS_ATTENTION = "cross_attention"
+CHUNKED_ATTENTION = "chunked_attention"
 _HYBRID_TYPES = ("hybrid", "hybrid_sliding")
 
 LinearAttentionLayer = _cache_utils.LinearAttentionLayer
@@ -148,26 +149,27 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
 @functools.cache
 def _overlay_code(name: str) -> Any:
     """Code object of the closure that the library's mask factory `name` returns."""
+    arguments: dict[str, tuple] = {"sliding_window_overlay": (1,), "chunked_overlay": (1, torch.zeros(1))}
     factory: Callable = getattr(_masking_utils, name)
-    return factory(1).__code__ if name == "sliding_window_overlay" else factory(lambda *a: a[0]).__code__
+    return factory(*arguments.get(name, (lambda *a: a[0],))).__code__
 
 
 def mask_pattern(mask_function: Callable) -> tuple[str, int | None]:
-    """What a library mask function means: `("causal", None)`, `("sliding", window)` or `("other", None)`.
+    """What a library mask function means: `("causal", None)`, `("sliding", window)`, `("chunked", length)` or
+    `("other", None)`.
 
-    The library hands over closures; the sliding one is `and_masks(sliding_window_overlay(window), causal)`. Anything
-    that is not exactly one of the two is "other" and gets its full mask.
+    The library hands over closures; the sliding one is `and_masks(sliding_window_overlay(window), causal)`, and the
+    chunked one has `chunked_overlay(length, left_padding)` in that place. Anything that is not exactly one of these is
+    "other" and gets its full mask.
     """
     if mask_function is _masking_utils.causal_mask_function:
         return "causal", None
     if getattr(mask_function, "__code__", None) is _overlay_code("and_masks"):
         (parts,) = [cell.cell_contents for cell in mask_function.__closure__ or ()] or [()]
-        if (
-            len(parts) == 2
-            and parts[1] is _masking_utils.causal_mask_function
-            and getattr(parts[0], "__code__", None) is _overlay_code("sliding_window_overlay")
-        ):
-            return "sliding", int(parts[0].__closure__[0].cell_contents)
+        if len(parts) == 2 and parts[1] is _masking_utils.causal_mask_function:
+            for pattern, name in (("sliding", "sliding_window_overlay"), ("chunked", "chunked_overlay")):
+                if getattr(parts[0], "__code__", None) is _overlay_code(name):
+                    return pattern, int(parts[0].__closure__[0].cell_contents)
     return "other", None
 
 

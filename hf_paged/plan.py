@@ -22,6 +22,7 @@ class GroupPlan:
     Attributes:
         tables: the rows' block tables, already grown for this forward.
         window: tokens a query of these layers sees (from the cache layer's type), or None.
+        chunked: a query sees its own chunk only; chunks of `window` tokens begin at position 0.
         num_blocks: blocks the stores must have memory for.
         past: tokens of each row before this forward, [batch].
         new: tokens of each row stored by this forward, [batch].
@@ -51,6 +52,7 @@ class GroupPlan:
     suffix: bool
     first_column: int
     layout: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+    chunked: bool = False
     offsets: list[int] | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
     replay: Any = None
@@ -63,13 +65,25 @@ class GroupPlan:
         """First position that the first query of a row may see.
 
         A windowed layer exposes `window - 1` tokens before the forward, whatever the mask says; a sliding mask of
-        `band` tokens bounds each query besides.
+        `band` tokens bounds each query besides, and so does the query's own chunk.
         """
         start = 0
         for width in (self.window, band):
             if width is not None:
                 start = max(start, self.past[row] - width + 1)
+        if self.chunked:
+            assert self.window is not None
+            start = max(start, self.past[row] - self.past[row] % self.window)
         return start
+
+    @property
+    def crosses_chunks(self) -> bool:
+        """Whether the new tokens of some row are of several chunks."""
+        if not self.chunked:
+            return False
+        assert self.window is not None
+        rows = zip(self.past, self.new, strict=True)
+        return any(past // self.window != (past + max(new, 1) - 1) // self.window for past, new in rows)
 
     def shared_spans(self, rows: Sequence[int], least: int) -> list[tuple[list[int], int, int]]:
         """Spans of positions that several rows hold in the same blocks: `(rows, begin, end)`.
@@ -216,12 +230,13 @@ class GroupPlan:
         if self.offsets is not None:  # counted in the row's own positions
             first_column, q_len = self.past[row], self.new[row]
         if self.suffix:
-            lead = first_column + q_len - end  # pads are all on the left here
+            lead: int | torch.Tensor = first_column + q_len - end  # pads are all on the left here
             key_columns = torch.arange(begin, end, device=device) + lead
             seen = torch.ones(end - begin, dtype=torch.bool, device=device)
         else:
             columns, real = self._layout()
             key_columns = columns[row][begin:end].to(device)
+            lead = key_columns[:1] - begin
             seen = real[row][begin:end].to(device)
         query_columns = torch.arange(first_column, first_column + q_len, device=device)[:, None]
         mask = (key_columns[None, :] <= query_columns) & seen[None, :]
@@ -229,6 +244,8 @@ class GroupPlan:
             mask &= key_columns[None, :] > query_columns - band
         if self.window is not None:
             mask &= key_columns[None, :] > first_column - self.window
+            if self.chunked:
+                mask &= ((key_columns - lead) // self.window)[None, :] == (query_columns - lead) // self.window
         return mask
 
 

@@ -27,12 +27,14 @@ class LayerGroup:
 
     Attributes:
         window: tokens a query of these layers sees, itself included; None: all.
+        chunked: a query sees its own chunk only; chunks of `window` tokens.
         layers: indices of the layers.
         blocks: the group's ids.
     """
 
-    def __init__(self, window: int | None, layers: list[int], blocks: BlockPool):
+    def __init__(self, window: int | None, chunked: bool, layers: list[int], blocks: BlockPool):
         self.window = window
+        self.chunked = chunked
         self.layers = layers
         self.blocks = blocks
 
@@ -64,17 +66,17 @@ class KVPool:
         self.layer_types = compat.reads_layer_types(config)
         self.has_cross_layers = any(layer_type == compat.CROSS_ATTENTION for layer_type, _ in self.layer_types)
         self.latent = compat.latent_dims(config)  # latent attention: dims of the latent vector and of the rotated key
-        by_window: dict[int | None, list[int]] = {}
+        by_window: dict[tuple[int | None, bool], list[int]] = {}
         self.group_of: dict[int, int] = {}
         for index, (layer_type, arguments) in enumerate(self.layer_types):
             paged, window = compat.window_of(layer_type, arguments)
             if paged:
-                by_window.setdefault(window, []).append(index)
+                by_window.setdefault((window, layer_type == compat.CHUNKED_ATTENTION), []).append(index)
         self.groups: list[LayerGroup] = []
         fixed = self.config.num_blocks
-        for window, layers in by_window.items():
+        for (window, chunked), layers in by_window.items():
             self.group_of.update(dict.fromkeys(layers, len(self.groups)))
-            self.groups.append(LayerGroup(window, layers, BlockPool(fixed or 0, max_blocks=fixed)))
+            self.groups.append(LayerGroup(window, chunked, layers, BlockPool(fixed or 0, max_blocks=fixed)))
         self.index: PrefixIndex | None = None
         if self.config.prefix_caching:
             pools, windows = [group.blocks for group in self.groups], [group.window for group in self.groups]

@@ -294,10 +294,12 @@ class CacheState:
         if inner:
             self.known.clear()  # the library's windows count the pads, so the keys depend on them
         plans = []
-        for tables, window, entries, before, pairs in zip(self.tables, self.windows, wanted, past, copies, strict=True):
+        groups = zip(self.pool.groups, self.tables, wanted, past, copies, strict=True)
+        for group, tables, entries, before, pairs in groups:
             plan = GroupPlan(
                 tables=tables,
-                window=window,
+                window=group.window,
+                chunked=group.chunked,
                 num_blocks=tables.pool.num_blocks,
                 past=before,
                 new=entries,

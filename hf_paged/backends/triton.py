@@ -99,6 +99,8 @@ def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
 def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
     if not plan.suffix and (plan.window is not None or call.band is not None):
         return False  # windows count columns, and here columns are not positions
+    if plan.crosses_chunks:
+        return False
     if any(dtype not in DTYPES for dtype in (query.dtype, memory.keys.dtype, memory.values.dtype)):
         return False
     return max(memory.key_dim, memory.value_dim) <= WIDEST_HEAD
@@ -175,6 +177,8 @@ def _make_rows(plan: GroupPlan, device: torch.device) -> _Rows:
         ends = [past + new for past, new in zip(plan.past, plan.new, strict=True)]
         columns = plan.past if plan.offsets is not None else [end - q_len for end in ends]
         parts["begins"] = [max(0, column - plan.window + 1) for column in columns]
+        if plan.chunked:
+            parts["begins"] = [plan.visible_from(row) for row in range(batch)]
     if not plan.suffix and q_len > 1:
         # Pads on the right or in the middle: a query sees as many of the stored tokens as lie at or before its column.
         parts["query_ends"] = [

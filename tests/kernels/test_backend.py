@@ -54,6 +54,17 @@ def test_windows_and_the_blocks_that_left_them(window, band):
         agree(step, band=band)
 
 
+def test_chunks():
+    batch = Batch(2, window=8, chunked=True)
+    for q_len in (3, 1, 2, 2, *[1] * 9):
+        agree(batch.step(q_len), band=8)
+
+
+def test_queries_of_several_chunks_are_left_to_the_other_backend(monkeypatch):
+    step = Batch(2, window=8, chunked=True).step([9, 3])
+    assert not backend._has_kernels(step.query, step.store.memory, step.plan, step.call(band=8))
+
+
 @pytest.mark.parametrize("shape", [Shape(2, 3, 40, 24), Shape(1, 7, 80), Shape(2, 2, 16, dtype=torch.float16)], ids=str)
 def test_shapes(shape):
     for step in ragged(4, shape):

@@ -6,10 +6,14 @@ function that is asked for something it does not know calls the class's own.
 - **Latent attention** (DeepSeek-V2 and V3, MiniCPM3, ...): the cache holds one latent vector a token, and the model
   expands all of them to keys and values at every step. Here the expansion moves to the query and the output
   (`latent.LatentHeads`), and attention reads the latents where they lie.
+- **ALiBi** (bloom, mpt): their own attention, whose bias is a slope per head times the key's position. Over blocks the
+  bias is the backend's; the tensor that the model has made of it is left aside. Dense calls stay the class's own.
 - **Falcon**: its own calls of scaled-dot-product attention, now made through the interface. With ALiBi it stays as it
-  is.
+  is: it rounds each product of slope and position to bfloat16, so that its bias is not linear in the position.
 """
 
+import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import attention, compat
+from .cache import PagedCache
 from .latent import LatentHeads
 from .lazy import LazyKV
 
@@ -30,9 +35,10 @@ def install(model: PreTrainedModel) -> None:
         if function is not None:
             module.__dict__[name] = MethodType(function, module)
             module.__dict__[_MARK] = name
-            if function is _falcon_forward:
-                # Its classes do not let it be set, and the masks of this implementation are the ones to have.
-                module.config._attn_implementation_internal = attention.NAME
+            if name == "forward":
+                # Their classes do not let it be set, and the masks of this implementation are the ones to have.
+                config = getattr(module, "config", None) or model.config.get_text_config(decoder=True)
+                config._attn_implementation_internal = attention.NAME
 
 
 def remove(model: PreTrainedModel) -> None:
@@ -48,6 +54,10 @@ def _adapter_of(module: Any) -> tuple[str, Any]:
         return "expand_kv", _expand_kv
     if type(module).__name__ == "FalconAttention" and not module.config.alibi:
         return "forward", _falcon_forward
+    if type(module).__name__ == "BloomAttention" and not (module.pretraining_tp > 1 and module.slow_but_exact):
+        return "forward", _bloom_forward
+    if type(module).__name__ == "MptAttention":
+        return "forward", _mpt_forward
     return "", None
 
 
@@ -85,3 +95,98 @@ def _falcon_forward(
         key, value = layer_past.update(key, value, self.layer_idx)
     out, _ = attention.paged_attention_forward(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
     return self.dense(out.flatten(2)), None
+
+
+class _Written:
+    """Stands for a cache that has this forward's tokens already, before a function that would update it."""
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor):
+        self.key, self.value = key, value
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.key, self.value
+
+    def get_seq_length(self) -> int:
+        return self.key.shape[2]
+
+
+def _over_blocks(
+    module: Any,
+    cache: PagedCache,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    scaling: float,
+    slopes: torch.Tensor,
+    by_column: bool,
+) -> torch.Tensor | _Written:
+    """Attention with ALiBi, [batch, q_len, num_heads * head_dim], or a cache for the class's own forward.
+
+    Args:
+        states: query, key and value of the new tokens, [batch, num_heads, q_len, head_dim] each.
+        by_column: see `attention.alibi_attention`.
+    """
+    query, key, value = states
+    key, value = cache.update(key, value, module.layer_idx)
+    if isinstance(key, LazyKV) and isinstance(value, LazyKV):
+        out = attention.alibi_attention(module, query, key, mask, scaling, slopes, by_column)
+        if out is not None:
+            return out.flatten(2)
+        key, value = key.materialize(""), value.materialize("")
+    return _Written(key, value)
+
+
+@functools.cache
+def _bloom_slopes(build: Callable, num_heads: int, device: torch.device) -> torch.Tensor:
+    """ALiBi's slopes, [num_heads] float32, by the modeling file's `build_alibi_tensor`: what it gives position 1."""
+    return build(torch.ones(1, 2, device=device), num_heads, torch.float32)[:, 0, 1].contiguous()
+
+
+def _bloom_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    alibi: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`BloomAttention.forward`. Gives no attention weights where it attends over blocks."""
+    if isinstance(layer_past, PagedCache) and not output_attentions and not self.training:
+        states = self._reshape(self.query_key_value(hidden_states))
+        slopes = _bloom_slopes(compat.function_beside(self, "build_alibi_tensor"), self.num_heads, hidden_states.device)
+        out = _over_blocks(self, layer_past, states, attention_mask, self.inv_norm_factor, slopes, by_column=False)
+        if isinstance(out, torch.Tensor):
+            return self.dense(out) + residual, None
+        layer_past = out
+    own = type(self).forward
+    return own(self, hidden_states, residual, alibi, attention_mask, layer_past, use_cache, output_attentions, **kwargs)
+
+
+@functools.cache
+def _mpt_slopes(build: Callable, num_heads: int, device: torch.device) -> torch.Tensor:
+    """ALiBi's slopes, [num_heads] float32, by the modeling file's `build_mpt_alibi_tensor`: what it takes off the last
+    key but one."""
+    return -build(num_heads, 2, device=device)[:, 0, 0].contiguous()
+
+
+def _mpt_forward(
+    self: Any, hidden_states: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`MptAttention.forward`. Gives no attention weights where it attends over blocks."""
+    cache = kwargs.get(compat.CACHE_ARGUMENT)
+    if isinstance(cache, PagedCache) and position_bias is not None and not self.training:
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        query, key, value = (part.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
+        slopes = _mpt_slopes(
+            compat.function_beside(self, "build_mpt_alibi_tensor"), self.n_heads, hidden_states.device
+        )
+        mask = kwargs.get("attention_mask")
+        out = _over_blocks(self, cache, (query, key, value), mask, self.softmax_scale, slopes, by_column=True)
+        if isinstance(out, torch.Tensor):
+            return self.out_proj(out), None
+        kwargs[compat.CACHE_ARGUMENT] = out
+    return type(self).forward(self, hidden_states, position_bias, **kwargs)

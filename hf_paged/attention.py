@@ -51,22 +51,9 @@ def paged_attention_forward(
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
         heads = LatentHeads(module) if key.layer.latent else None
-        if heads is None or query.shape[2] == 1:
-            asked = query if heads is None else heads.bring(query)
-            out = _repeat(asked, key, attention_mask, dropout, scaling, kwargs)
-            if out is not None:
-                return (out if heads is None else heads.values(out)), None
-        reason = _why_dense(module, query, key, attention_mask, dropout, kwargs)
-        if reason is None:
-            assert attention_mask is None or isinstance(attention_mask, LazyMask)
-            out = _attend(module, query, key, attention_mask, scaling, kwargs, heads)
-            if out is not None:
-                return out, None
-            reason = "the attention mask hides tokens that the cache holds"
-        state = key.layer.state
-        state.pool.count_fallback(f"dense attention: {reason}", state.fallbacks)
-        if isinstance(attention_mask, LazyMask):
-            key.layer.commit(attention_mask.padding)
+        out = _over_blocks(module, query, key, attention_mask, dropout, scaling, kwargs, heads)
+        if out is not None:
+            return out, None
         key, value = key.materialize(""), value.materialize("")
         if heads is not None:
             key, value = heads.expand(torch.cat([key, value], dim=3))
@@ -75,6 +62,61 @@ def paged_attention_forward(
         if out is not None:
             return out, None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def alibi_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: LazyKV,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    slopes: torch.Tensor,
+    by_column: bool = False,
+) -> torch.Tensor | None:
+    """Attention with a bias that is linear in the keys' positions, over blocks.
+
+    Args:
+        query: [batch, num_heads, q_len, head_dim]
+        slopes: [num_heads] float32; one object for all layers that have the same.
+        by_column: the model counts columns, where others count tokens: pads behind a token are in its way.
+
+    Returns:
+        [batch, q_len, num_heads, value_dim]; None, counted, where it has to be computed densely. The step is written
+        then, as far as the mask says what to write.
+    """
+    kwargs = {"alibi_slopes": slopes, "alibi_by_column": by_column}
+    return _over_blocks(module, query, key, attention_mask, 0.0, scaling, kwargs, None)
+
+
+def _over_blocks(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: LazyKV,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+    heads: LatentHeads | None,
+) -> torch.Tensor | None:
+    """Attention over blocks; None where it has to be dense, which is counted, and the step committed if the mask is one
+    of ours."""
+    if heads is None or query.shape[2] == 1:
+        asked = query if heads is None else heads.bring(query)
+        out = _repeat(asked, key, mask, dropout, scaling, kwargs)
+        if out is not None:
+            return out if heads is None else heads.values(out)
+    reason = _why_dense(module, query, key, mask, dropout, kwargs)
+    if reason is None:
+        assert mask is None or isinstance(mask, LazyMask)
+        done = _attend(module, query, key, mask, scaling, kwargs, heads)
+        if not isinstance(done, str):
+            return done
+        reason = done
+    state = key.layer.state
+    state.pool.count_fallback(f"dense attention: {reason}", state.fallbacks)
+    if isinstance(mask, LazyMask):
+        key.layer.commit(mask.padding)
+    return None
 
 
 def _repeat(
@@ -93,6 +135,8 @@ def _repeat(
         return None
     replay = step.groups[layer.group].replay
     if replay is None or replay.mask is not mask or replay.scale != scaling or dropout:
+        return None
+    if replay.slopes is not kwargs.get("alibi_slopes"):
         return None
     if not _UNLIKE_KEYWORDS.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _UNLIKE_KEYWORDS):
         return None
@@ -142,8 +186,8 @@ def _attend(
     scaling: float | None,
     kwargs: dict[str, Any],
     heads: LatentHeads | None = None,
-) -> torch.Tensor | None:
-    """Attention over blocks; None if the mask hides stored tokens. `heads`: for latent attention."""
+) -> torch.Tensor | str:
+    """Attention over blocks, or why it cannot be. `heads`: for latent attention."""
     layer = key.layer
     band = padding = None
     if mask is not None:
@@ -158,7 +202,10 @@ def _attend(
     else:
         plan, hides = committed
     if hides or (layer.state.blind and layer.state.hidden_by(padding)):
-        return None
+        return "the attention mask hides tokens that the cache holds"
+    slopes = kwargs.get("alibi_slopes")
+    if kwargs.get("alibi_by_column") and not plan.suffix:
+        return "ALiBi that counts pads"
     if plan.window is not None and (band is None or band > plan.window):
         # The mask lets queries see further than the cache keeps: what a token saw depends on how its prompt was cut.
         layer.state.pool.loose_windows = True
@@ -171,7 +218,7 @@ def _attend(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     q_len = query.shape[2]
-    if not plan.suffix and plan.first_column == 0 and fresh[0] is not None and sinks is None:
+    if not plan.suffix and plan.first_column == 0 and fresh[0] is not None and sinks is None and slopes is None:
         before = implementation_before(module)
         if before == "eager" or (softcap is not None and before != "sdpa"):
             # A query that sees no key, such as a pad further than the window behind the last token, gets the mean of
@@ -187,6 +234,7 @@ def _attend(
         and plan.offsets is None
         and softcap is None
         and sinks is None
+        and slopes is None
     ):
         # The very first tokens, no pads: the new keys are all there is.
         new_key, new_value = fresh if heads is None or fresh[0] is None else heads.expand(fresh[0])
@@ -201,7 +249,7 @@ def _attend(
     pool = layer.state.pool
     memory = layer._store.memory  # taken once: another thread may make the store grow
     replay = plan.replay
-    out = pool.backend(query, *fresh, memory, plan, AttentionCall(scaling, band, softcap, sinks))
+    out = pool.backend(query, *fresh, memory, plan, AttentionCall(scaling, band, softcap, sinks, slopes))
     if plan.replay is not replay:  # this layer was the first
         plan.replay.mask = mask
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
@@ -415,8 +463,10 @@ def paged_mask(
     ):
         attention_mask = None
     dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+    config = kwargs.get("config")
     if (
         attention_mask is None
+        and getattr(config, "model_type", None) not in compat.ADDS_TO_MASKS
         and allow_is_causal_skip
         and dynamic
         and window is None

@@ -51,6 +51,9 @@ CACHE_ARGUMENT: str = (
 SDPA_IGNORES_SOFTCAP: bool = "softcap" not in inspect.getsource(sdpa_attention_forward)
 """Up to 5.23 the library's SDPA function drops a model's softcap without a word; later versions raise."""
 
+ADDS_TO_MASKS = frozenset(("bloom", "mpt"))
+"""Model types that were written for masks to be added, and go on with a mask of None as if nothing were hidden, or fail."""
+
 # Layer type -> whether it has a window. Hybrid layers have a recurrent state beside their keys and values.
 _PAGED_TYPES = {
     "full_attention": False,

@@ -97,6 +97,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BloomConfig",
         {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4, **_IDS},
     ),
+    "mpt": (
+        "MptForCausalLM",
+        "MptConfig",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 64,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 128,
+            "use_cache": True,  # not its default
+            **_IDS,
+        },
+    ),
     "opt": (
         "OPTForCausalLM",
         "OPTConfig",
@@ -319,7 +332,7 @@ class Computed:
 
     def __init__(self, model):
         self.tokens = 0
-        names = ("q_proj", "query_key_value", "c_attn")
+        names = ("q_proj", "q_a_proj", "query_key_value", "Wqkv", "c_attn")
         module = next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in names)
         module.register_forward_hook(self._count)
 

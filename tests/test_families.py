@@ -8,7 +8,8 @@ import torch
 from models import ENCODER_DECODER, FAMILIES, WINDOW, assert_equal, forbid_dense, pair, prompts, run
 
 DECODERS = [family for family in FAMILIES if family not in ENCODER_DECODER]
-OVER_BLOCKS = ["llama", "mistral", "gemma2", "qwen3", "gpt2", "gpt_oss", "gemma3"]
+OVER_BLOCKS = ["llama", "mistral", "gemma2", "qwen3", "gpt2", "gpt_oss", "gemma3", "bloom", "mpt", "opt"]
+ALIBI = ["bloom", "mpt"]
 WINDOWED = ["mistral", "gemma2", "gemma3", "gpt_oss"]
 
 MODES = {
@@ -47,7 +48,7 @@ def test_nothing_is_made_dense(family, monkeypatch, short_pieces):
     assert paged.paged_stats().fallbacks == {}
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2", "bloom", "mistral"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2", "bloom", "mpt", "mistral"])
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_model_that_was_eager(family, mode):
     """What the model computed before is what it computes after, and eager arithmetic may differ (softcap)."""
@@ -81,7 +82,7 @@ def test_windows_and_block_sizes(family, block_size, short_pieces):
 
 
 @pytest.mark.parametrize("side", ["right", "middle"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "gpt2", *ALIBI])
 def test_pads_on_the_right_and_in_the_middle(family, side, short_pieces):
     """The query of a right pad is still sampled from, and the library's windows count pads."""
     plain, paged = pair(family, block_size=4)

@@ -64,7 +64,7 @@ def test_a_hooked_projection_is_left_to_the_model():
     assert any("made dense" in reason for reason in paged.paged_stats().fallbacks)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "falcon"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "falcon", "bloom", "mpt"])
 def test_unpatch_takes_everything_away(family):
     plain, paged = pair(family, block_size=4)
     copied = copy.deepcopy(paged)
@@ -79,7 +79,7 @@ def test_unpatch_takes_everything_away(family):
     assert torch.equal(run(plain, prompts(7), max_new_tokens=5), run(paged, prompts(7), max_new_tokens=5))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "falcon"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "falcon", "bloom", "mpt"])
 def test_without_a_cache_nothing_changes(family):
     plain, paged = pair(family, block_size=4)
     inputs = prompts(5, 12)

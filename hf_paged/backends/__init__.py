@@ -25,12 +25,17 @@ class AttentionCall:
         band: tokens each query sees, itself included (a sliding mask); None: no bound but the layer's own window.
         softcap: scores become `softcap * tanh(scores / softcap)`, after the scale, before any mask; None: not.
         sinks: a logit per head that takes part in the softmax and carries no value, [num_heads]; None: none.
+        slopes: ALiBi: `slopes[h] * position` is added to the scores of head h after the softcap, [num_heads] float32,
+            positions counted in the row's own stored tokens; None: none. What is alike for all keys of a row changes
+            no softmax, so a backend may count from where it likes (from the row's end, the sums are the smallest).
+            Not together with sinks, which would notice.
     """
 
     scale: float
     band: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
 
 Backend = Callable[..., torch.Tensor]

@@ -34,7 +34,7 @@ def attend(
         return torch_strided.attend(query, key, value, memory, plan, call)
     name = ("native", call.band, call.scale, memory.layout, query.shape, query.dtype)
     step = plan.scratch.get(name)
-    if step is None:
+    if step is None or step.slopes is not call.slopes:
         step = plan.scratch[name] = NativeStep(query, memory, plan, call)
         if call.sinks is None and plan.replay is None:
             plan.replay = step
@@ -68,6 +68,7 @@ class NativeStep:
     Attributes:
         mask: the mask of the layer that went first; set by whoever calls `repeat`.
         scale: factor on the scores.
+        slopes: of ALiBi, [num_heads]; None: none.
     """
 
     mask: torch.Tensor | None = None
@@ -75,7 +76,8 @@ class NativeStep:
     def __init__(self, query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall):
         self.layout, self.shape, self.dtype = memory.layout, query.shape, query.dtype
         self._copies = plan.copies_on(query.device) if plan.copies else None
-        self.scale = call.scale
+        self.scale, self.slopes = call.scale, call.slopes
+        self._slopes = None if call.slopes is None else call.slopes.float().contiguous()
         batch, num_heads, _, key_dim = query.shape
         layout = memory.layout
         kernel = library()
@@ -142,7 +144,9 @@ class NativeStep:
         self._decode(
             ctypes.byref(self.step),
             query.data_ptr(), *new, memory.keys.data_ptr(), memory.values.data_ptr(),
-            None if sinks is None else sinks.data_ptr(), out.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            None if self._slopes is None else self._slopes.data_ptr(),
+            out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -172,22 +176,26 @@ def _tasks(plan: GroupPlan, band: int | None) -> _Work:
     ends = [past + new for past, new in zip(plan.past, plan.new, strict=True)]
     starts = [max(plan.visible_from(row, band), table.start) for row, table in enumerate(tables)]
     active = [row for row, end in enumerate(ends) if plan.live[row] and end > starts[row]]
-    spans: list[tuple[list[int], list[tuple[int, int]]]] = []
+    spans: list[tuple[list[int], list[tuple[int, int]], int]] = []  # rows, runs, position of the first token
     at_start = [row for row in active if starts[row] == 0]
     for rows, first, last in plan.shared_spans(at_start, torch_strided.LONG_PREFIX):
-        spans.append((rows, tables[rows[0]].token_runs(first, last, size)))
+        spans.append((rows, tables[rows[0]].token_runs(first, last, size), first))
         for row in rows:
             starts[row] = last
     for row in active:
         if runs := tables[row].token_runs(starts[row], ends[row], size):
-            spans.append(([row], runs))
+            spans.append(([row], runs, starts[row]))
 
     threads = torch.get_num_threads()
-    tokens = sum(count for _, runs in spans for _, count in runs)
-    if sum(len(rows) * count for rows, runs in spans for _, count in runs) < WORTH_THREADS:
+    tokens = sum(count for _, runs, _ in spans for _, count in runs)
+    if sum(len(rows) * count for rows, runs, _ in spans for _, count in runs) < WORTH_THREADS:
         threads = 1
     longest = tokens if threads == 1 else max(SHORTEST_TASK, -(-tokens // (threads * TASKS_PER_THREAD)))
-    tasks = [(rows, part) for rows, runs in spans for part in _cut(runs, longest)]
+    tasks = []
+    for rows, runs, position in spans:
+        for part in _cut(runs, longest):
+            tasks.append((rows, part, position))
+            position += sum(count for _, count in part)
     tasks.sort(key=lambda task: -(2 + len(task[0])) * sum(count for _, count in task[1]))  # the longest first
 
     entries: list[int] = []
@@ -195,9 +203,9 @@ def _tasks(plan: GroupPlan, band: int | None) -> _Work:
     flat_runs: list[int] = []
     partials: list[list[int]] = [[] for _ in tables]
     num_partials = 0
-    for rows, runs in tasks:
+    for rows, runs, position in tasks:
         entries += (len(task_rows), len(task_rows) + len(rows), len(flat_runs) // 2, len(flat_runs) // 2 + len(runs))
-        entries.append(num_partials)
+        entries += (num_partials, position)
         task_rows += rows
         for run in runs:
             flat_runs += run
@@ -210,7 +218,8 @@ def _tasks(plan: GroupPlan, band: int | None) -> _Work:
     targets = [
         table.slot(past, size) if new else -1 for table, past, new in zip(tables, plan.past, plan.new, strict=True)
     ]
-    arrays = (entries, task_rows, flat_runs, row_ends, [partial for own in partials for partial in own], targets)
+    flat_partials = [partial for own in partials for partial in own]
+    arrays = (entries, task_rows, flat_runs, row_ends, flat_partials, targets, ends)
     offsets = [0]
     for array in arrays:
         offsets.append(offsets[-1] + len(array))
@@ -220,7 +229,7 @@ def _tasks(plan: GroupPlan, band: int | None) -> _Work:
         len(tasks),
         num_partials,
         threads,
-        max((len(rows) for rows, _ in tasks), default=0),
+        max((len(rows) for rows, _, _ in tasks), default=0),
     )
 
 

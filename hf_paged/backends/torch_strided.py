@@ -65,7 +65,7 @@ def _tile(
     Args:
         query: [b, heads, q, key_dim]
         key, value: [b, heads, n, dim], any strides with the last one 1
-        mask: [b or 1, 1, q or 1, n], added to the scores, 0 or -inf; no query may be masked for all keys
+        mask: [b or 1, heads or 1, q or 1, n], added to the scores; no query may be masked for all keys
         causal: query i sees keys 0..i (q == n)
 
     Returns:
@@ -74,9 +74,10 @@ def _tile(
     if query.dtype != torch.float32 and key.shape[2] <= LONG_RUN:
         # Parts that are merged are rounded once more than a whole softmax would be; short ones are exact for little.
         query = query.float()
-        mask = None if mask is None else mask.float()
     if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = key.to(query.dtype), value.to(query.dtype)
+    if mask is not None:
+        mask = mask.to(torch.promote_types(mask.dtype, query.dtype))
     if call.softcap is None and query.is_cpu and key.shape[3] == value.shape[3]:
         return _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=call.scale)
     scores = torch.matmul(query, key.transpose(2, 3)).float() * call.scale
@@ -114,15 +115,19 @@ class _Piece:
         rows: rows whose queries take part.
         layer: index of the merge layer its result goes to, per part.
         shared: all rows read the same keys (packed into one tile) or each row its own.
+        positions: where strided: position of the first token of each row (or part); where gathered: of each token of
+            `slots`.
         parts: a shared run is cut into this many equal parts, so that both cores have work.
         start, stride, tokens: where strided: first slot, slots between the starts of rows (or parts), tokens each.
         slots: where gathered: [n] int64, for a shared piece its tokens, else rows x padded tokens.
         mask: where gathered rows are of unlike length: [rows, 1, 1, padded tokens], 0 or -inf.
+        alibi: what `_alibi` has worked out last: slopes, kv heads, result.
     """
 
     rows: list[int]
     layer: int
     shared: bool
+    positions: list[int]
     parts: int = 1
     start: int = 0
     stride: int = 0
@@ -131,6 +136,7 @@ class _Piece:
     mask: torch.Tensor | None = None
     index: "slice | torch.Tensor | None" = None  # `rows` to index with; None: all
     views: dict = field(default_factory=dict)
+    alibi: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
 
 @dataclass
@@ -160,6 +166,7 @@ class Replay:
     """
 
     mask: torch.Tensor | None = None
+    slopes = None  # with ALiBi there is none
 
     def __init__(self, shape: torch.Size, views: tuple[tuple, tuple], packed: bool, scale: float):
         self.key_view, self.value_view = views
@@ -216,7 +223,8 @@ def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attentio
         schedule = plan.scratch[key] = _schedule(plan, call.band, query.device, dtype)
         elements = schedule.layers * batch * num_heads * (value_dim + 1) if schedule.layers > 1 else 0
         plan.scratch["bytes"] = 4 * elements + schedule.gathered * kv_heads * (key_dim + value_dim) * dtype.itemsize
-    if schedule.whole and call.softcap is None and call.sinks is None and dtype == memory.keys.dtype:
+    extras = (call.softcap, call.sinks, call.slopes)
+    if schedule.whole and dtype == memory.keys.dtype and all(extra is None for extra in extras):
         # One strided batch and nothing to merge: the very call the library makes, on blocks.
         piece = schedule.pieces[0]
         packed = group > 1 and piece.tokens * key_dim * dtype.itemsize >= PACK_BYTES
@@ -233,7 +241,7 @@ def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attentio
         return query.new_zeros(batch, 1, num_heads, value_dim)
 
     if schedule.whole:
-        out, lse = _run_piece(schedule.pieces[0], queries, memory, call)
+        out, lse = _run_piece(schedule.pieces[0], queries, memory, plan, call)
         if sinks is not None:
             out = _add_sinks(out, lse, sinks)
         return out.to(query.dtype).reshape(batch, 1, num_heads, value_dim)
@@ -247,7 +255,7 @@ def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attentio
         buffers = schedule.buffers[(kv_heads, group, value_dim)] = (outs, lses)
     outs, lses = buffers
     for piece in schedule.pieces:
-        out, lse = _run_piece(piece, queries, memory, call)
+        out, lse = _run_piece(piece, queries, memory, plan, call)
         if piece.shared:
             # [parts, kv_heads, rows * group, ·] -> [parts, rows, kv_heads, group, ·]
             shape = (piece.parts, kv_heads, len(piece.rows), group)
@@ -279,7 +287,7 @@ def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attentio
 
 
 def _run_piece(
-    piece: _Piece, queries: torch.Tensor, memory: Memory, call: AttentionCall
+    piece: _Piece, queries: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one piece: [rows, kv_heads, group, dim], or [parts, kv_heads, rows * group, dim] where shared."""
     kv_heads, key_dim, value_dim = memory.kv_heads, memory.key_dim, memory.value_dim
@@ -294,7 +302,29 @@ def _run_piece(
     else:
         count = piece.parts if piece.shared else len(piece.rows)
         keys, values = _strided(piece, count, memory)
-    return _tile(chosen, keys, values, call, piece.mask)
+    mask = piece.mask if call.slopes is None else _alibi(piece, plan, call.slopes, kv_heads)
+    return _tile(chosen, keys, values, call, mask)
+
+
+def _alibi(piece: _Piece, plan: GroupPlan, slopes: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """What ALiBi adds to the scores of a piece, its mask included, counted from each row's end:
+    [rows, kv_heads, group, tokens], or [parts, kv_heads, rows * group, tokens] where shared."""
+    if piece.alibi is None or piece.alibi[0] is not slopes or piece.alibi[1] != kv_heads:
+        device = slopes.device
+        positions = torch.tensor(piece.positions, device=device)
+        if piece.slots is None:
+            positions = positions[:, None] + torch.arange(piece.tokens, device=device)
+        else:
+            positions = positions.view(1 if piece.shared else len(piece.rows), -1)
+        ends = torch.tensor([plan.past[row] + plan.new[row] for row in piece.rows], device=device)
+        # [parts, rows, tokens] or [rows, 1, tokens]
+        ahead = positions[:, None] - (ends[:, None] if piece.shared else ends[:, None, None])
+        added = (slopes.view(1, kv_heads, 1, -1, 1) * ahead[:, None, :, None]).flatten(2, 3)
+        if piece.mask is not None:
+            added = added + piece.mask
+        piece.alibi = (slopes, kv_heads, added)
+        plan.scratch["bytes"] += added.nbytes
+    return piece.alibi[2]
 
 
 def _strided(piece: _Piece, count: int, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,23 +363,29 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
 
     for rows, first, last in plan.shared_spans([row for row in active if starts[row] == 0], LONG_PREFIX):
         scattered: list[int] = []
+        positions: list[int] = []
+        position = first
         for slot, count in tables[rows[0]].token_runs(first, last, size):
             if count >= LONG_RUN or (not scattered and count == last - first):
                 parts = 2 if count >= 2 * LONG_RUN and count % 2 == 0 and torch.get_num_threads() > 1 else 1
                 pieces.append(
                     _Piece(
-                        rows, _layer_for(used, rows, parts), True, parts, slot, count // parts, count // parts,
-                        index=_index(rows, plan.batch, device),
+                        rows, _layer_for(used, rows, parts), True,
+                        list(range(position, position + count, count // parts)),
+                        parts, slot, count // parts, count // parts, index=_index(rows, plan.batch, device),
                     )
                 )  # fmt: skip
             else:
                 scattered.extend(range(slot, slot + count))
+                positions.extend(range(position, position + count))
+            position += count
         if scattered:
             pieces.append(
                 _Piece(
                     rows,
                     _layer_for(used, rows),
                     True,
+                    positions,
                     slots=torch.tensor(scattered, device=device),
                     index=_index(rows, plan.batch, device),
                 )
@@ -366,22 +402,31 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
         if batched is None or (batched[2] < LONG_RUN and any(len(runs) > 1 for runs in spans.values())):
             break
         rows = list(spans)
-        pieces.append(_Piece(rows, _layer_for(used, rows), False, 1, *batched, index=_index(rows, plan.batch, device)))
+        positions = [starts[row] for row in rows]
+        pieces.append(
+            _Piece(rows, _layer_for(used, rows), False, positions, 1, *batched, index=_index(rows, plan.batch, device))
+        )
+        for row in rows:
+            starts[row] += batched[2]
         spans = {row: runs[1:] for row, runs in spans.items() if len(runs) > 1}
         if len(spans) not in (0, len(rows)):
             break
     leftovers: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for row, runs in spans.items():
+        position = starts[row]
         for slot, count in runs:
             if count >= LONG_RUN:
                 pieces.append(
                     _Piece(
-                        [row], _layer_for(used, [row]), False, 1, slot, 0, count,
+                        [row], _layer_for(used, [row]), False, [position], 1, slot, 0, count,
                         index=_index([row], plan.batch, device),
                     )
                 )  # fmt: skip
             else:
                 leftovers.setdefault(row, []).extend(range(slot, slot + count))
+                places.setdefault(row, []).extend(range(position, position + count))
+            position += count
     if leftovers:
         rows = list(leftovers)
         longest = max(map(len, leftovers.values()))
@@ -399,6 +444,7 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
                 rows,
                 _layer_for(used, rows),
                 False,
+                [position for own in places.values() for position in own + [0] * (longest - len(own))],
                 slots=slots.flatten().to(device),
                 mask=mask,
                 index=_index(rows, plan.batch, device),
@@ -484,30 +530,76 @@ def _extend(
             own_keys, own_values = _stored(memory, plan, row, past, past + new)
         else:
             own_keys, own_values = key[index, :, columns][:, pads:], value[index, :, columns][:, pads:]
-        fresh = _causal_row(tile, own_keys, own_values, call)
-        results = [fresh]
-        if past > begin:
-            packed = tile.reshape(1, kv_heads, -1, key_dim)  # group and queries are rows of one tile
-            runs = table.token_runs(begin, past, memory.block_size)
-            if len(runs) > 4:
-                slots = torch.tensor(plan.token_slots(row, begin, past), device=query.device)
-                pairs = [memory.gather(slots)]
-                scratch = max(scratch, past - begin)
-            else:
-                pairs = [
-                    (memory.key_slots[:, slot : slot + count], memory.value_slots[:, slot : slot + count])
-                    for slot, count in runs
-                ]
-            for keys, values in pairs:
-                piece, lse = _chunked(packed, keys.unsqueeze(0), values.unsqueeze(0), call)
-                results.append((piece.view(num_heads, new, -1), lse.reshape(num_heads, new)))
-        merged, total = _merge(results)
+        # With ALiBi the sums are the smaller, and so the more exact, the nearer a query is to the keys' end.
+        chunk = new if call.slopes is None else QUERY_CHUNK
         sinks = None if call.sinks is None else call.sinks.view(-1, 1)
-        into[pads:] = _add_sinks(merged, total, sinks).transpose(0, 1).to(out.dtype)
+        for first in range(0, new, chunk):
+            part = slice(first, min(first + chunk, new))
+            results = [_causal_row(tile[:, part], own_keys[:, part], own_values[:, part], call)]
+            if past + first > begin:
+                runs = table.token_runs(begin, past + first, memory.block_size)
+                if len(runs) > 4:
+                    scratch = max(scratch, past + first - begin)
+                results += _before(tile[:, part], memory, plan, call, row, begin, past + first, runs)
+            merged, total = _merge(results)
+            into[pads:][part] = _add_sinks(merged, total, sinks).transpose(0, 1).to(out.dtype)
     plan.scratch["bytes"] = max(
         plan.scratch.get("bytes", 0), scratch * kv_heads * (key_dim + value_dim) * query.element_size()
     )
     return out
+
+
+def _before(
+    query: torch.Tensor,
+    memory: Memory,
+    plan: GroupPlan,
+    call: AttentionCall,
+    row: int,
+    begin: int,
+    end: int,
+    runs: list[tuple[int, int]],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Attention of a row's new tokens to its positions `begin .. end`, which are all before them, as pairs to merge.
+
+    Args:
+        query: [num_heads, n, key_dim]
+        runs: of these positions; many are gathered.
+
+    Returns:
+        Outputs [num_heads, n, value_dim] and log-sum-exps [num_heads, n].
+    """
+    num_heads, count, key_dim = query.shape
+    kv_heads = memory.kv_heads
+    if len(runs) > 4:
+        slots = torch.tensor(plan.token_slots(row, begin, end), device=query.device)
+        pairs = [memory.gather(slots)]
+    else:
+        pairs = [
+            (memory.key_slots[:, slot : slot + count], memory.value_slots[:, slot : slot + count])
+            for slot, count in runs
+        ]
+    results = []
+    for keys, values in pairs:
+        if call.slopes is None:
+            packed = query.reshape(1, kv_heads, -1, key_dim)  # group and queries are rows of one tile
+            out, lse = _chunked(packed, keys.unsqueeze(0), values.unsqueeze(0), call)
+        else:
+            # Each head of a group has its own slope and reads the keys for itself.
+            grouped = query.unflatten(0, (kv_heads, -1))
+            keys, values = (tensor.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for tensor in (keys, values))
+            begin, first = begin + keys.shape[2], begin
+            out, lse = _tile(grouped, keys, values, call, _ramp(call, kv_heads, first, begin, end + count))
+        results.append((out.reshape(num_heads, count, -1), lse.reshape(num_heads, count)))
+    return results
+
+
+def _ramp(call: AttentionCall, kv_heads: int, begin: int, end: int, origin: int) -> torch.Tensor | None:
+    """What ALiBi adds to the scores of keys at positions `begin .. end`, counted from `origin`:
+    [kv_heads, group, 1, end - begin]; None without it."""
+    if call.slopes is None:
+        return None
+    ahead = torch.arange(begin - origin, end - origin, device=call.slopes.device)
+    return call.slopes.view(kv_heads, -1, 1, 1) * ahead
 
 
 def _stored(memory: Memory, plan: GroupPlan, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -558,7 +650,7 @@ def _causal_row(
     queries = query.unflatten(0, shape)
     keys, values = (tensor.unsqueeze(1).expand(-1, shape[1], -1, -1) for tensor in (key, value))
     if call.softcap is None or count <= QUERY_CHUNK:
-        out, lse = _tile(queries, keys, values, call, causal=True)
+        out, lse = _tile(queries, keys, values, call, _ramp(call, kv_heads, 0, count, count), causal=True)
         return out.reshape(num_heads, count, -1), lse.reshape(num_heads, count)
     outs, lses = [], []
     for first in range(0, count, QUERY_CHUNK):
@@ -607,9 +699,11 @@ def _masked_row(
         # A pad's key in a windowed group may be anything, but it is finite: the model made it.
         plan.scratch[key_mask] = (added.view(1, 1, *seen.shape), blind if bool(blind.any()) else None)
     mask, blind = plan.scratch[key_mask]
+    ramp = _ramp(call, kv_heads, begin, end, end)
     for first in range(0, q_len, QUERY_CHUNK):
         last = min(first + QUERY_CHUNK, q_len)
-        part, lse = _tile(queries[:, :, first:last], keys, values, call, mask[:, :, first:last])
+        seen = mask[:, :, first:last] if ramp is None else mask[:, :, first:last] + ramp
+        part, lse = _tile(queries[:, :, first:last], keys, values, call, seen)
         part = part.reshape(num_heads, last - first, -1)
         sinks = None if call.sinks is None else call.sinks.view(-1, 1)
         part = _add_sinks(part, lse.reshape(num_heads, last - first), sinks)

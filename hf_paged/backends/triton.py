@@ -99,7 +99,7 @@ def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
 def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
     if not plan.suffix and (plan.window is not None or call.band is not None):
         return False  # windows count columns, and here columns are not positions
-    if plan.crosses_chunks:
+    if plan.crosses_chunks or call.slopes is not None:
         return False
     if any(dtype not in DTYPES for dtype in (query.dtype, memory.keys.dtype, memory.values.dtype)):
         return False

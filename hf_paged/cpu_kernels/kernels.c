@@ -48,12 +48,14 @@ typedef struct {
     int64_t num_rows, kv_heads, group, key_dim, value_dim, num_slots;
     int64_t store_dtype, query_dtype; /* FLOAT32 or BFLOAT16; new tokens have the query's */
     int64_t num_tasks, num_threads, scratch_floats;
-    const int64_t *tasks;     /* [num_tasks, 5]: first and end in task_rows, first and end in runs, first partial */
+    const int64_t *tasks;     /* [num_tasks, 6]: first and end in task_rows, first and end in runs, first partial,
+                                 position of the first token */
     const int64_t *task_rows; /* row of each query block of a task */
     const int64_t *runs;      /* [·, 2]: first slot, tokens */
     const int64_t *row_ends;  /* [num_rows + 1]: where a row's partials begin and end in row_partials */
     const int64_t *row_partials;
     const int64_t *targets; /* [num_rows]: slot of each row's new token, -1: none */
+    const int64_t *lengths; /* [num_rows]: tokens of each row */
     float *scratch;         /* [num_threads, scratch_floats] */
     float *partials;        /* [num_partials, kv_heads, group, padded value_dim] */
     float *maxima;          /* [num_partials, kv_heads, group, 2]: maximum, sum */
@@ -282,8 +284,15 @@ INLINE int64_t next_tile(const int64_t *runs, int64_t end, int64_t *run, int64_t
     return count;
 }
 
+/* scores [T] of the tokens from `ahead` of the row's end on += slope x position, counted from that end: what ALiBi adds, but
+ * for a constant, and as small as can be where it matters. */
+INLINE void add_slope(float *scores, float slope, int64_t ahead) {
+    for (int64_t t = 0; t < T; t++)
+        scores[t] += slope * (float)(ahead + t);
+}
+
 static void run_task(const Step *s, const int64_t *task, int64_t head, const void *query, const void *keys,
-                     const void *values, float *scratch) {
+                     const void *values, const float *slopes, float *scratch) {
     const int64_t key_dim = s->key_dim, value_dim = s->value_dim, width = padded(value_dim), group = s->group;
     const int64_t queries = (task[1] - task[0]) * group;
     const int64_t bytes = s->store_dtype == FLOAT32 ? 4 : 2;
@@ -303,7 +312,7 @@ static void run_task(const Step *s, const int64_t *task, int64_t head, const voi
     for (int64_t m = 0; m < queries; m++)
         maximum[m] = -INFINITY, sum[m] = 0;
 
-    int64_t slots[2][T], run = task[2], done = 0;
+    int64_t slots[2][T], run = task[2], done = 0, position = task[5];
     int64_t count = next_tile(s->runs, task[3], &run, &done, slots[0]);
     for (int current = 0; count; current ^= 1) {
         const int64_t *here = slots[current], *next = slots[current ^ 1];
@@ -337,6 +346,9 @@ static void run_task(const Step *s, const int64_t *task, int64_t head, const voi
                 score_block(2, q + m * key_dim, key_dim, tile, scores + m * T, &ahead);
             else
                 score_block(1, q + m * key_dim, key_dim, tile, scores + m * T, &ahead);
+            for (int64_t i = m; slopes && i < m + n; i++)
+                add_slope(scores + i * T, slopes[head * group + i % group] * LOG2E,
+                          position - s->lengths[s->task_rows[task[0] + i / group]]);
             for (int64_t i = m; i < m + n; i++)
                 softmax_tile(scores + i * T, count, maximum + i, sum + i, acc + i * width, width);
             if (n == 3)
@@ -346,6 +358,7 @@ static void run_task(const Step *s, const int64_t *task, int64_t head, const voi
             else
                 value_rows(1, scores + m * T, value_at, count, width, acc + m * width, &ahead);
         }
+        position += count;
         count = following;
     }
     for (int64_t m = 0; m < queries; m++) {
@@ -421,10 +434,11 @@ int64_t hf_paged_padded(int64_t dim) { return padded(dim); }
  * query       [num_rows, kv_heads * group, key_dim]
  * key, value  [num_rows, kv_heads, dim], this step's, to be written; NULL: they are in the store
  * sinks       [kv_heads * group] float32 or NULL
+ * slopes      [kv_heads * group] float32, of ALiBi, or NULL
  * out         [num_rows, kv_heads * group, value_dim], the query's dtype
  */
 void hf_paged_decode(const Step *s, const void *query, const void *key, const void *value, void *keys, void *values,
-                     const float *sinks, void *out) {
+                     const float *sinks, const float *slopes, void *out) {
     if (key) {
         write_rows(s, key, keys, s->key_dim);
         write_rows(s, value, values, s->value_dim);
@@ -439,7 +453,7 @@ void hf_paged_decode(const Step *s, const void *query, const void *key, const vo
 #endif
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < work; i++)
-            run_task(s, s->tasks + 5 * (i / s->kv_heads), i % s->kv_heads, query, keys, values, scratch);
+            run_task(s, s->tasks + 6 * (i / s->kv_heads), i % s->kv_heads, query, keys, values, slopes, scratch);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < s->num_rows * heads; i++)
             merge(s, i / heads, i % heads, sinks, out, scratch);

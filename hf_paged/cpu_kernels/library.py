@@ -144,7 +144,8 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "kv_heads", "group", "key_dim", "value_dim", "num_slots")),
         *((name, ctypes.c_int64) for name in ("store_dtype", "query_dtype")),
         *((name, ctypes.c_int64) for name in ("num_tasks", "num_threads", "scratch_floats")),
-        *((name, ctypes.c_void_p) for name in ("tasks", "task_rows", "runs", "row_ends", "row_partials", "targets")),
+        *((name, ctypes.c_void_p) for name in ("tasks", "task_rows", "runs", "row_ends")),
+        *((name, ctypes.c_void_p) for name in ("row_partials", "targets", "lengths")),
         *((name, ctypes.c_void_p) for name in ("scratch", "partials", "maxima")),
         ("scale", ctypes.c_float),
     )
@@ -154,7 +155,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def _declare(made: ctypes.CDLL) -> ctypes.CDLL:
-    made.hf_paged_decode.argtypes, made.hf_paged_decode.restype = [ctypes.POINTER(Step), *[ctypes.c_void_p] * 7], None
+    made.hf_paged_decode.argtypes, made.hf_paged_decode.restype = [ctypes.POINTER(Step), *[ctypes.c_void_p] * 8], None
     made.hf_paged_copy_blocks.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
     ]  # fmt: skip

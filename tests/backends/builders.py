@@ -106,6 +106,8 @@ def softmax_attention(
     logits = (keys @ query.double().unsqueeze(2)).squeeze(2) * call.scale  # [num_heads, n]
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.slopes is not None:  # the keys follow one another
+        logits = logits + call.slopes.double().unsqueeze(1) * torch.arange(logits.shape[1])
     if call.sinks is not None:
         logits = torch.cat([logits, call.sinks.double().unsqueeze(1)], 1)
     shares = torch.softmax(logits, 1)[:, : keys.shape[1]]  # what the sink takes is lost

@@ -98,11 +98,15 @@ def test_head_dims_and_groups(dims, kv_heads, group, thresholds):
     batch.repeat(3)
     agree(batch.step(1))
     agree(batch.step(1), batch_call(shape, softcap=1.0, sinks=True))
+    agree(batch.step(1), batch_call(shape, slopes=True))
+    agree(batch.step(3), batch_call(shape, slopes=True))
 
 
-def batch_call(shape: Shape, softcap: float | None = None, sinks: bool = False, band: int | None = None):
+def batch_call(
+    shape: Shape, softcap: float | None = None, sinks: bool = False, band: int | None = None, slopes: bool = False
+):
     values = torch.linspace(-4.0, 9.0, shape.num_heads) if sinks else None
-    return AttentionCall(0.3, band, softcap, values)
+    return AttentionCall(0.3, band, softcap, values, torch.linspace(0.02, 0.9, shape.num_heads) if slopes else None)
 
 
 def test_an_empty_and_a_finished_row_give_zeros_and_never_nan(thresholds):
@@ -158,7 +162,8 @@ def test_random_lives_of_a_batch_equal_a_softmax_per_query(seed, monkeypatch):
         ]
         step = batch.step(new, q_len, spread=rng.randint(0, 3))
         sinks = rng.choice([None, 10.0 * torch.randn(shape.num_heads, generator=batch.generator)])
-        agree(step, step.call(band=band, softcap=rng.choice([None, 1.0]), sinks=sinks))
+        slopes = torch.rand(shape.num_heads, generator=batch.generator) if sinks is None and rng.random() < 0.5 else None
+        agree(step, step.call(band=band, softcap=rng.choice([None, 1.0]), sinks=sinks, slopes=slopes))
 
 
 # -- windows, softcap, sinks -------------------------------------------------------------------------------------------
@@ -168,6 +173,7 @@ CALLS = {
     "softcap": {"softcap": 1.0},
     "large sinks": {"sinks": torch.tensor([30.0, 0.0, -40.0, 8.0])},
     "softcap and sinks": {"softcap": 1.0, "sinks": torch.tensor([2.0, 60.0, -1.0, 0.5])},
+    "slopes": {"slopes": torch.tensor([0.5, 0.03, -0.2, 1.0])},
 }
 
 
@@ -397,6 +403,50 @@ def test_a_store_of_another_dtype_answers_in_the_querys(stored_as, thresholds):
         agree(step, close=2e-2)
 
 
+# -- ALiBi -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("life", LIVES.values(), ids=list(LIVES))
+def test_slopes_in_every_life(life, size, thresholds):
+    for step in life(size):
+        agree(step, batch_call(Shape(), slopes=True))
+
+
+@pytest.mark.parametrize("life", [ragged, beams, nested])
+def test_slopes_over_scattered_blocks(life, thresholds):
+    for step in life(4, scattered=True):
+        agree(step, batch_call(Shape(), slopes=True))
+
+
+def test_slopes_in_16_bits(thresholds):
+    """No further from the exact answer than the values' own rounding, however long the row."""
+    shape = Shape(2, 2, dtype=torch.bfloat16)
+    batch = Batch(2, shape)
+    for q_len in (700, 1, 3):
+        agree(batch.step(q_len), batch_call(shape, slopes=True))
+
+
+@pytest.mark.parametrize("attend", [reference.attend, torch_strided.attend, native.attend])
+def test_far_from_the_beginning_slopes_are_as_exact(attend):
+    """Scores of thousands would round the products they hide; counted from the row's end they are small."""
+    shape = Shape(1, 2)
+    batch = Batch(1, shape, block_size=16)
+    batch.step(5000)
+    for q_len in (1, 2):
+        step = batch.step(q_len)
+        call = AttentionCall(0.3, slopes=torch.tensor([0.9, 0.004]))
+        torch.testing.assert_close(step.run(attend, call).double(), step.expected(call), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [["..cdefg", "abcdefg"], ["ab..cde", "abcdefg"], ["abcde..", ".bcdefg"]])
+def test_slopes_count_tokens_and_not_pads(columns):
+    batch = PaddedBatch(2)
+    for forward in (columns, ["ab", "cd"], ["a", "b"]):
+        step = batch.step(forward)
+        agree(step, step.call(slopes=torch.tensor([0.5, 0.03, 0.2, 1.0])))
+
+
 # -- one plan, many layers ---------------------------------------------------------------------------------------------
 
 
@@ -428,7 +478,8 @@ def test_layers_of_unlike_heads_dims_and_calls_share_one_plan(life, thresholds):
         ):
             store, query = layer_like(step, shape, seed)
             sinks = torch.linspace(-1.0, 3.0, shape.num_heads) if seed % 3 == 0 else None
-            call = AttentionCall(0.3, band, softcap, sinks)
+            slopes = torch.linspace(0.1, 0.9, shape.num_heads) if seed % 3 == 1 else None
+            call = AttentionCall(0.3, band, softcap, sinks, slopes)
             out = torch_strided.attend(query, None, None, store.memory, step.plan, call)
             naive = reference.attend(query, None, None, store.memory, step.plan, call)
             results.append((out, out.clone(), naive))

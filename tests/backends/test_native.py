@@ -165,16 +165,19 @@ def test_every_row_reads_each_of_its_tokens_once(threads, monkeypatch):
     for _ in range(6):
         step = batch.step(1)
     work = native._tasks(step.plan, None)
-    ints, (tasks, rows, runs, ends, partials, targets) = work.ints.tolist(), work.offsets
+    ints, (tasks, rows, runs, ends, partials, targets, lengths) = work.ints.tolist(), work.offsets
     seen: list[list[int]] = [[] for _ in range(6)]
     given_by: list[list[int]] = [[] for _ in range(6)]
     for task in range(work.num_tasks):
-        first_row, end_row, first_run, end_run, partial = ints[tasks + 5 * task : tasks + 5 * task + 5]
+        first_row, end_row, first_run, end_run, partial, position = ints[tasks + 6 * task : tasks + 6 * task + 6]
         for place, row in enumerate(ints[rows + first_row : rows + end_row]):
             given_by[row].append(partial + place)
+            here = []
             for run in range(first_run, end_run):
                 first, count = ints[runs + 2 * run : runs + 2 * run + 2]
-                seen[row].extend(range(first, first + count))
+                here.extend(range(first, first + count))
+            assert here == step.plan.token_slots(row, position, position + len(here))
+            seen[row].extend(here)
     for row in range(6):
         length = step.plan.past[row] + step.plan.new[row]
         right = step.plan.token_slots(row, 0, length) if step.plan.live[row] else []
@@ -182,4 +185,5 @@ def test_every_row_reads_each_of_its_tokens_once(threads, monkeypatch):
         first, end = ints[ends + row : ends + row + 2]
         assert sorted(ints[partials + first : partials + end]) == sorted(given_by[row])
         assert ints[targets + row] == (right[-1] if right else -1)
-    assert any(ints[tasks + 5 * task + 1] - ints[tasks + 5 * task] == 3 for task in range(work.num_tasks))
+        assert ints[lengths + row] == length
+    assert any(ints[tasks + 6 * task + 1] - ints[tasks + 6 * task] == 3 for task in range(work.num_tasks))

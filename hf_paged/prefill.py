@@ -22,6 +22,7 @@ import torch
 from . import attention, compat
 from .blocks import common_prefix
 from .cache import PagedCache
+from .latent import LatentHeads
 
 # Tokens that all rows must have in common before they are computed ahead of the rest.
 LONG_PREFIX = 32
@@ -210,6 +211,10 @@ def _packs(model: Any) -> bool:
         return False
     if text.model_type == "falcon" and text.alibi:
         return False  # builds its bias from the mask, for one row after the other
+    if compat.latent_dims(model.config) is not None:
+        latent = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+        if not all(map(LatentHeads.fits, latent)):
+            return False  # the model expands the latents for itself, row by row
     return text.model_type in PACKED_TYPES and text._attn_implementation == attention.NAME
 
 

@@ -88,7 +88,9 @@ def test_every_type_that_is_packed(model_type, window):
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this version of Transformers has no {model_type}")
     fields = {**SMALL, **OF_TYPE.get(model_type, {})}
-    fields = {name: value for name, value in fields.items() if value is not None or name not in OF_TYPE.get(model_type, ())}
+    fields = {
+        name: value for name, value in fields.items() if value is not None or name not in OF_TYPE.get(model_type, ())
+    }
     config = transformers.AutoConfig.for_model(model_type, **fields)
     if window is not None:
         if not hasattr(config, "sliding_window"):

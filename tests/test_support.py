@@ -69,6 +69,27 @@ def test_the_sweep_finds_what_it_should():
     assert lines[0].modes == dict.fromkeys(support.MODES, "exact")
 
 
+@pytest.mark.parametrize(
+    "name, kind, reason",
+    [
+        ("MusicgenForCausalLM", "paged", ""),  # its cache is shorter than the mask, which hides what was generated
+        ("KyutaiSpeechToTextForConditionalGeneration", "paged", ""),  # a part of it prepares a cache by our method
+        ("DiaForConditionalGeneration", "paged", "a source is read once"),
+        ("EncoderDecoderModel", "paged", ""),
+        ("Gemma3nForConditionalGeneration", "paged", ""),
+        ("XLMWithLMHeadModel", "dense", ""),
+        ("BltForCausalLM", "refused", "a second cache"),
+        ("DiffusionGemmaForBlockDiffusion", "refused", "generate() is one of its own"),
+        ("Gemma4AssistantForCausalLM", "refused", "none of its layers keeps keys and values"),
+        ("VibeVoiceForConditionalGeneration", "refused", "a second cache"),
+    ],
+)
+def test_models_that_go_their_own_way(name, kind, reason):
+    (entry,) = [entry for entry in tiny_models.entries() if entry[2] == name]
+    (line,) = support.sweep([entry])
+    assert (line.kind, reason in line.reason) == (kind, True), line
+
+
 def test_a_wrong_model_is_found(monkeypatch):
     """A cache that drops a token is seen."""
     from hf_paged.plan import GroupPlan

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_paged import prefill
 from hf_paged.commands import support, tiny_models
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -55,8 +56,13 @@ def test_a_third_has_every_kind_of_attention():
     entries = tiny_models.entries()
     kept = tiny_models.third(entries)
     assert kept == tiny_models.third(entries)
-    assert len(entries) / 3 <= len(kept) < len(entries) / 2
-    assert {task for task, _, _ in kept} == {task for task, _, _ in entries}
+    assert len(kept) == -(-len(entries) // 3)
+    kinds, all_kinds = ({(task, tiny_models.traits(name)) for task, name, _ in some} for some in (kept, entries))
+    assert kinds == all_kinds
+    assert set().union(*(traits for _, traits in kinds)) == set(tiny_models.TRAITS)
+    names = {name for _, name, _ in kept}
+    assert names & prefill.PACKED_TYPES and names & prefill.PACKED_COMPOSITES
+    assert names - prefill.PACKED_TYPES - prefill.PACKED_COMPOSITES
 
 
 def test_the_sweep_finds_what_it_should():

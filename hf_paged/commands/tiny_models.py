@@ -99,7 +99,7 @@ _BY_SIZE: dict[int, str] = {
     """,
     VOCAB: """
         vocab_size text_vocab_size vocab_size_per_layer_input decoder_vocab_size char_vocab_size
-        t2u_vocab_size encoder_vocab_size src_vocab_size tgt_vocab_size audio_vocab_size
+        t2u_vocab_size encoder_vocab_size src_vocab_size tgt_vocab_size audio_vocab_size unpadded_vocab_size
     """,
     WINDOW: """
         qk_rope_head_dim mamba_d_state state_size ssm_state_size mamba_chunk_size chunk_size laurel_rank
@@ -204,6 +204,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "perception_lm": {"vision_config": _NO_TIMM},
     "xlm": {"causal": True},
+    "zaya": {"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": WINDOW},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 6,
@@ -585,7 +586,7 @@ MAIN_INPUT: dict[str, str] = {
 
 
 # What a modeling file's text says of its attention, and of what it keeps beside it.
-_TRAITS = (
+TRAITS = (
     "ALL_ATTENTION_FUNCTIONS",
     "def expand_kv",
     "sliding_window",
@@ -603,18 +604,22 @@ _TRAITS = (
 )
 
 
+@functools.cache
+def traits(model_type: str) -> frozenset[str]:
+    """Which of `TRAITS` the modeling files of a model type have."""
+    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
+    text = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
+    return frozenset(trait for trait in TRAITS if trait in text)
+
+
 def third(chosen: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """A third of the entries, the same each time: of every kind of attention the first, the fourth, the seventh and so
-    on. Kinds are told apart by what the modeling files contain."""
-    folder = Path(transformers.__file__).parent / "models"
-    kinds: dict[tuple, int] = {}
-    kept = []
+    """A third of the entries, the same each time: the first of each kind of attention, and of the others as many as are
+    left of the third, in even steps. Kinds are told apart by `traits` and task."""
+    firsts: dict[tuple, tuple[str, str, str]] = {}
     for entry in chosen:
-        task, model_type, _ = entry
-        files = sorted((folder / model_type_to_module_name(model_type)).glob("modeling_*.py"))
-        text = "".join(file.read_text() for file in files)
-        kind = (task, *(trait in text for trait in _TRAITS))
-        place = kinds[kind] = kinds.get(kind, -1) + 1
-        if place % 3 == 0:
-            kept.append(entry)
-    return kept
+        firsts.setdefault((entry[0], traits(entry[1])), entry)
+    kept = set(firsts.values())
+    others = [entry for entry in chosen if entry not in kept]
+    more = max(0, -(-len(chosen) // 3) - len(kept))
+    kept.update(others[place * len(others) // more] for place in range(more))
+    return [entry for entry in chosen if entry in kept]

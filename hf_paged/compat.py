@@ -122,7 +122,7 @@ def generating_model(model: Any) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
         model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate"):
         raise TypeError(
             f"hf_paged needs a Transformers model with generate() (…ForCausalLM, …ForConditionalGeneration), got "
             f"{type(model).__name__}"

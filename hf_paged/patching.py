@@ -18,7 +18,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
 
 from . import adapters, attention, compat, prefill
 from .cache import PagedCache
@@ -32,7 +32,9 @@ ModelT = TypeVar("ModelT")
 _STATE = "_hf_paged"
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
 _REFUSED_TYPES = {
+    "blt": "it adds a second cache to the one it is given, for its decoder",
     "dory": "it adds layers to the cache while it runs",
+    "vibevoice": "it samples in a loop of its own, with a second cache for what is not wanted",
     "git": "it concatenates image features into the cache and counts tokens for itself",
     "kosmos-2": "its positions depend on how a prompt with pads is cut",
 }
@@ -157,6 +159,8 @@ def _refuse(model: PreTrainedModel) -> None:
     """Raise ValueError if this model cannot be right with a paged cache."""
     text = model.config.get_text_config(decoder=True)
     reason = _REFUSED_TYPES.get(model.config.model_type) or _REFUSED_TYPES.get(text.model_type)
+    if reason is None and not isinstance(model, GenerationMixin):
+        reason = "its generate() is one of its own, which keeps its cache for itself"
     if reason is None and any(_DYNAMIC_SCALES in type(module).__module__ for module in model.modules()):
         reason = (
             "its layers (torch.ao dynamic quantisation) scale by the largest value of a whole batch, so what a row "
@@ -234,6 +238,11 @@ def _prepare_cache_for_generation(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if _STATE not in self.__dict__:
+        # Taken from the patched model and bound to a part of it, which makes a cache of its own (Kyutai's codec).
+        return GenerationMixin._prepare_cache_for_generation(
+            self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
+        )
     state = _state_of(self)
     if generation_config.output_attentions:
         raise ValueError(
@@ -347,8 +356,11 @@ def _prefill(
         if known.identity is not None:
             known.note(input_ids, input_ids.shape[1], known.real)
             cache.state.remember()
-    if call.owned:
-        cache.state.trusted = True  # from here on generate() appends ones to the mask, and the cache dies with the call
+    mask = model_kwargs.get("attention_mask")
+    if call.owned and (mask is None or mask.shape[-1] <= cache.get_seq_length()):
+        # From here on generate() appends ones to the mask, and the cache dies with the call. (Musicgen reads the last
+        # token of a prompt alone, and what it generates falls under the mask of the others.)
+        cache.state.trusted = True
     return outputs
 
 

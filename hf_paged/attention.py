@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, traced
 from .backends import AttentionCall
 from .cross import LazyCross, pack_rows, unpack_rows
 from .latent import LatentHeads
 from .lazy import LazyKV, LazyMask
+from .traced import TracedKV, TracedMask
 
 NAME = "hf_paged"
 
@@ -74,6 +75,8 @@ def paged_attention_forward(
         out = _attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:
             return out, None
+    elif type(key) is TracedKV and type(value) is TracedKV and key.update is value.update:
+        return traced.attend(module, query, key, attention_mask, dropout, scaling, kwargs), None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -299,6 +302,8 @@ def dense_attention(
     """
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.materialize("dense attention")
+    elif isinstance(attention_mask, TracedMask):
+        attention_mask = attention_mask.library()
     for name in ("indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -404,8 +409,10 @@ def paged_mask(
     pattern, window = compat.mask_pattern(mask_function)
     if pattern == "other" or use_vmap:
         return library(**arguments)
+    compiling = torch.compiler.is_compiling()
     if (
-        attention_mask is not None
+        not compiling  # a graph must not depend on what is in the mask
+        and attention_mask is not None
         and attention_mask.device.type == "cpu"  # elsewhere a look costs a synchronisation
         and attention_mask.shape[1] == kv_length + kv_offset
         and bool(attention_mask.all())
@@ -413,7 +420,8 @@ def paged_mask(
         attention_mask = None
     dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     if (
-        attention_mask is None
+        not compiling
+        and attention_mask is None
         and allow_is_causal_skip
         and dynamic
         and window is None
@@ -422,14 +430,14 @@ def paged_mask(
         return None
     if not dynamic:  # a static cache: keys of the future are there, too
         return library(**arguments)
-    return LazyMask.make(
-        (batch_size, 1, q_length, kv_length),
-        device,
-        window,
-        attention_mask,
-        partial(compat.full_mask, arguments, eager),
-        kwargs.get("dtype", torch.float32) if eager else torch.bool,
-    )
+    shape = (batch_size, 1, q_length, kv_length)
+    build = partial(compat.full_mask, arguments, eager)
+    dtype = kwargs.get("dtype", torch.float32) if eager else torch.bool
+    if compiling:
+        return TracedMask(  # type: ignore[return-value]
+            shape, device, dtype, window, attention_mask, build, partial(library, **arguments)
+        )
+    return LazyMask.make(shape, device, window, attention_mask, build, dtype)
 
 
 def register() -> None:

@@ -171,6 +171,13 @@ def mask_pattern(mask_function: Callable) -> tuple[str, int | None]:
     return "other", None
 
 
+def mask_function_of(window: int | None) -> Callable:
+    """The library's mask function of plain causal attention, or with a window."""
+    if window is None:
+        return _masking_utils.causal_mask_function
+    return _masking_utils.sliding_window_causal_mask_function(window)
+
+
 def eager_attention_of(module: torch.nn.Module) -> Callable | None:
     """The `eager_attention_forward` of the modeling file that `module` comes from, with that model's own arithmetic."""
     for kind in type(module).__mro__:

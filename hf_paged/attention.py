@@ -406,10 +406,15 @@ def paged_mask(
     # A model that was eager may do some of its attention by itself, with masks to be added.
     eager = _before_of(kwargs.get("config")) == "eager"
     library = compat.eager_mask if eager else compat.sdpa_mask
-    pattern, window = compat.mask_pattern(mask_function)
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        pattern, window = compat.traced_mask_pattern(
+            mask_function, local_size, allow_is_causal_skip, kwargs.get("config")
+        )
+    else:
+        pattern, window = compat.mask_pattern(mask_function)
     if pattern == "other" or use_vmap:
         return library(**arguments)
-    compiling = torch.compiler.is_compiling()
     if (
         not compiling  # a graph must not depend on what is in the mask
         and attention_mask is not None

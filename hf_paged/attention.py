@@ -15,7 +15,7 @@ from .backends import AttentionCall
 from .cross import LazyCross, pack_rows, unpack_rows
 from .latent import LatentHeads
 from .lazy import LazyKV, LazyMask
-from .traced import TracedKV, TracedMask
+from .traced import TracedCross, TracedKV, TracedMask
 
 NAME = "hf_paged"
 
@@ -77,6 +77,8 @@ def paged_attention_forward(
             return out, None
     elif type(key) is TracedKV and type(value) is TracedKV and key.update is value.update:
         return traced.attend(module, query, key, attention_mask, dropout, scaling, kwargs), None
+    elif type(key) is TracedCross and type(value) is TracedCross and key.layer is value.layer:
+        return traced.attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from . import attention, compat
+from .cross import LazyCross
 from .lazy import LazyKV, LazyMask
 from .traced import Handle
 
@@ -30,6 +31,12 @@ _library.define(
     "float? softcap, bool? is_causal, str[] names, Tensor[] tensors) -> Tensor",
     tags=_TAGS,
 )
+_library.define(
+    "attend_to_sources(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor layer, Tensor module, "
+    "float dropout, float? scaling, bool? is_causal, str[] names, Tensor[] tensors) -> Tensor",
+    tags=_TAGS,
+)
+_library.define("repeat_sources(Tensor held, Tensor layer, SymInt rows) -> Tensor", tags=_TAGS)
 _library.define(
     "update_dense(Tensor key, Tensor value, bool write, Tensor cache, SymInt layer, SymInt visible) -> (Tensor, Tensor)",
     tags=_TAGS,
@@ -175,9 +182,62 @@ def _fake_update_dense(
     return key.new_empty(batch, heads, visible, key.shape[3]), value.new_empty(batch, heads, visible, value.shape[3])
 
 
+def attend_to_sources(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    layer: torch.Tensor,
+    module: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    names: list[str],
+    tensors: list[torch.Tensor],
+) -> torch.Tensor:
+    """Cross-attention of rows that share sources.
+
+    Args:
+        query: [rows, num_heads, q_len, key_dim]
+        key, value: [sources, num_kv_heads, source tokens, dim]
+        layer: handle of the `CrossLayer`, which knows each row's source.
+        mask, module, dropout, scaling, names, tensors: as of `update_and_attend`.
+
+    Returns:
+        [rows, q_len, num_heads, value_dim], contiguous.
+    """
+    place = Handle.target(layer)
+    rows = [LazyCross.make(held, place.source_of, place.pool) for held in (key, value)]
+    keywords = dict(zip(names, tensors, strict=True))
+    if is_causal is not None:
+        keywords["is_causal"] = is_causal
+    out, _ = attention.paged_attention_forward(
+        Handle.target(module), query, *rows, mask, dropout, scaling, **keywords
+    )
+    return out.contiguous()
+
+
+def _fake_attend_to_sources(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
+    batch, heads, q_len, _ = query.shape
+    return query.new_empty(batch, q_len, heads, value.shape[3])
+
+
+def repeat_sources(held: torch.Tensor, layer: torch.Tensor, rows: int) -> torch.Tensor:
+    """Keys or values of a cross-attention layer, repeated for each row, [rows, heads, source tokens, dim]: for a model
+    that does its own attention."""
+    place = Handle.target(layer)
+    return LazyCross.make(held, place.source_of, place.pool).materialize("a compiled model")
+
+
+def _fake_repeat_sources(held: torch.Tensor, layer: torch.Tensor, rows: int) -> torch.Tensor:
+    return held.new_empty(rows, *held.shape[1:])
+
+
 for _name, _run, _fake in (
     ("update_and_attend", update_and_attend, _fake_update_and_attend),
     ("update_dense", update_dense, _fake_update_dense),
+    ("attend_to_sources", attend_to_sources, _fake_attend_to_sources),
+    ("repeat_sources", repeat_sources, _fake_repeat_sources),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_paged::{_name}", _fake, lib=_library)

@@ -148,6 +148,34 @@ class TracedKV(Traced):
         return update.dense[self.which]
 
 
+class TracedCross(Traced):
+    """Keys (0) or values (1) of a cross-attention layer as a row each; see `cross.LazyCross`.
+
+    Attributes:
+        layer: the `CrossLayer`.
+        held: one entry a source, [sources, heads, source tokens, dim].
+    """
+
+    def __init__(self, layer: Any, which: int):
+        self.layer, self.which = layer, which
+        self.held = layer.tensors[which]
+
+    @property
+    def shape(self) -> tuple:
+        return (self.layer.rows, *self.held.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.held.device
+
+    def materialize(self) -> torch.Tensor:
+        return torch.ops.hf_paged.repeat_sources(self.held, self.layer.handle.number, self.layer.rows)
+
+
 class TracedMask(Traced):
     """A causal or sliding mask, [batch, 1, q, kv]; see `lazy.LazyMask`.
 
@@ -212,11 +240,6 @@ def attend(
     masked = isinstance(mask, (TracedMask, LazyMask))
     if masked:
         padding, window, mask = mask.padding, mask.window, None
-    names, tensors = [], []
-    for keyword, entry in kwargs.items():
-        if isinstance(entry, torch.Tensor):
-            names.append(keyword)
-            tensors.append(entry)
     return torch.ops.hf_paged.update_and_attend(
         query,
         *update.take(),
@@ -232,9 +255,47 @@ def attend(
         scaling,
         kwargs.get("softcap"),
         kwargs.get("is_causal"),
-        names,
-        tensors,
+        *_tensors_of(kwargs),
     )
+
+
+def attend_to_sources(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: TracedCross,
+    value: TracedCross,
+    mask: Any,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Cross-attention of rows that share sources: one op. Arguments as of `attention.paged_attention_forward`.
+
+    Returns:
+        [batch, q_len, num_heads, value_dim]
+    """
+    return torch.ops.hf_paged.attend_to_sources(
+        query,
+        key.held,
+        value.held,
+        mask.materialize() if isinstance(mask, TracedMask) else mask,
+        key.layer.handle.number,
+        handle_of(module),
+        dropout if module.training else 0.0,
+        scaling,
+        kwargs.get("is_causal"),
+        *_tensors_of(kwargs),
+    )
+
+
+def _tensors_of(kwargs: dict[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
+    """Names and values of the keywords that are tensors."""
+    names, tensors = [], []
+    for keyword, entry in kwargs.items():
+        if isinstance(entry, torch.Tensor):
+            names.append(keyword)
+            tensors.append(entry)
+    return names, tensors
 
 
 def traced_update(cache: Any, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[TracedKV, TracedKV]:

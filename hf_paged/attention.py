@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, traced
 from .backends import AttentionCall
 from .cross import LazyCross, pack_rows, unpack_rows
 from .latent import LatentHeads
 from .lazy import LazyKV, LazyMask
+from .traced import TracedCross, TracedKV, TracedMask
 
 NAME = "hf_paged"
 
@@ -61,6 +62,10 @@ def paged_attention_forward(
         out = _attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:
             return out, None
+    elif type(key) is TracedKV and type(value) is TracedKV and key.update is value.update:
+        return traced.attend(module, query, key, attention_mask, dropout, scaling, kwargs), None
+    elif type(key) is TracedCross and type(value) is TracedCross and key.layer is value.layer:
+        return traced.attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -349,6 +354,8 @@ def dense_attention(
     """
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.materialize("dense attention")
+    elif isinstance(attention_mask, TracedMask):
+        attention_mask = attention_mask.library()
     for name in ("indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -452,11 +459,18 @@ def paged_mask(
     # A model that was eager may do some of its attention by itself, with masks to be added.
     eager = _before_of(kwargs.get("config")) == "eager"
     library = compat.eager_mask if eager else compat.sdpa_mask
-    pattern, window = compat.mask_pattern(mask_function)
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        pattern, window = compat.traced_mask_pattern(
+            mask_function, local_size, allow_is_causal_skip, kwargs.get("config")
+        )
+    else:
+        pattern, window = compat.mask_pattern(mask_function)
     if pattern == "other" or use_vmap:
         return library(**arguments)
     if (
-        attention_mask is not None
+        not compiling  # a graph must not depend on what is in the mask
+        and attention_mask is not None
         and attention_mask.device.type == "cpu"  # elsewhere a look costs a synchronisation
         and attention_mask.shape[1] == kv_length + kv_offset
         and bool(attention_mask.all())
@@ -465,7 +479,8 @@ def paged_mask(
     dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     config = kwargs.get("config")
     if (
-        attention_mask is None
+        not compiling
+        and attention_mask is None
         and getattr(config, "model_type", None) not in compat.ADDS_TO_MASKS
         and allow_is_causal_skip
         and dynamic
@@ -473,17 +488,16 @@ def paged_mask(
         and (q_length == 1 or q_length == kv_length)
     ):
         return None
-    if not dynamic:  # a static cache: keys of the future are there, too
+    if not dynamic or (compiling and pattern == "chunked"):  # a static cache: keys of the future are there, too
         return library(**arguments)
-    return LazyMask.make(
-        (batch_size, 1, q_length, kv_length),
-        device,
-        window,
-        pattern == "chunked",
-        attention_mask,
-        partial(compat.full_mask, arguments, eager),
-        kwargs.get("dtype", torch.float32) if eager else torch.bool,
-    )
+    shape = (batch_size, 1, q_length, kv_length)
+    build = partial(compat.full_mask, arguments, eager)
+    dtype = kwargs.get("dtype", torch.float32) if eager else torch.bool
+    if compiling:
+        return TracedMask(  # type: ignore[return-value]
+            shape, device, dtype, window, attention_mask, build, partial(library, **arguments)
+        )
+    return LazyMask.make(shape, device, window, pattern == "chunked", attention_mask, build, dtype)
 
 
 def register() -> None:

@@ -11,12 +11,13 @@ from . import compat, serialize
 from .blocks import OutOfBlocks
 from .config import PagedConfig
 from .cross import CrossLayer
-from .lazy import LazyKV
+from .lazy import LazyKV, LazyMask
 from .plan import GroupPlan, StepPlan
 from .pool import KVPool
 from .state import UNKNOWN_PADDING, CacheState, UnknownPadding
 from .stats import PagedStats
 from .store import LayerStore
+from .traced import NO_GRADIENTS, Handle, traced_update
 
 __all__ = ["OutOfBlocks", "PagedCache", "PagedLayer"]
 
@@ -113,10 +114,7 @@ class PagedLayer(compat.CacheLayerMixin):
             ValueError: if the shapes do not fit each other or the cache.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError(
-                "PagedCache stores keys and values outside the autograd graph, but these need gradients. Run "
-                "generation under torch.no_grad(), or train with use_cache=False or a DynamicCache."
-            )
+            raise RuntimeError(NO_GRADIENTS)
         *sizes, key_dim = key_states.shape
         *value_sizes, value_dim = value_states.shape
         if len(sizes) != 3 or sizes != value_sizes:
@@ -350,6 +348,8 @@ class PagedCache(compat.DynamicCache):
 
     def _attach(self, state: CacheState, layers: list | None = None) -> None:
         self.state = state
+        self.handle = Handle(self)
+        self.compiled_masks: dict[int | None, LazyMask] = {}  # of this forward, by window (see `compiling`)
         if layers is None:
             layers = []
             for index, (layer_type, arguments) in enumerate(state.pool.layer_types):
@@ -381,7 +381,12 @@ class PagedCache(compat.DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new keys and values of layer `layer_idx`; see `PagedLayer.update`."""
+        """Take the new keys and values of layer `layer_idx`; see `PagedLayer.update`.
+
+        In a forward that is compiled the graph takes them when it runs, with the layer's attention (see `traced`).
+        """
+        if torch.compiler.is_compiling() and isinstance(self.layers[layer_idx], PagedLayer):
+            return traced_update(self, layer_idx, key_states, value_states)  # type: ignore[return-value]
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     # -- numbers ----------------------------------------------------------------------------------------------------

@@ -176,6 +176,35 @@ def mask_pattern(mask_function: Callable) -> tuple[str, int | None]:
     return "other", None
 
 
+_AND_MASKS = _masking_utils.and_masks(_masking_utils.causal_mask_function).__code__
+
+
+def traced_mask_pattern(
+    mask_function: Callable, local_size: int | None, allow_is_causal_skip: bool, config: Any
+) -> tuple[str, int | None]:
+    """`mask_pattern` in a forward that is being traced, where a closure's content cannot be read.
+
+    `allow_is_causal_skip` says that the mask is causal within `local_size`: then it is a window or a chunk.
+    """
+    if mask_function is _masking_utils.causal_mask_function:
+        return "causal", None
+    if (
+        getattr(mask_function, "__code__", None) is _AND_MASKS
+        and allow_is_causal_skip
+        and local_size is not None
+        and local_size != getattr(config, "attention_chunk_size", None)
+    ):
+        return "sliding", local_size
+    return "other", None
+
+
+def mask_function_of(window: int | None) -> Callable:
+    """The library's mask function of plain causal attention, or with a window."""
+    if window is None:
+        return _masking_utils.causal_mask_function
+    return _masking_utils.sliding_window_causal_mask_function(window)
+
+
 def eager_attention_of(module: torch.nn.Module) -> Callable | None:
     """The `eager_attention_forward` of the modeling file that `module` comes from, with that model's own arithmetic."""
     for kind in type(module).__mro__:

@@ -15,6 +15,7 @@ import torch
 from ..blocks import RowTables
 from ..plan import GroupPlan
 from ..store import LayerStore, Memory
+from ..triton_kernels import ops as _ops  # noqa: F401  registers them
 from ..triton_kernels.common import send
 from ..triton_kernels.copy import StoreSet, copy_blocks, store_sets, update_table
 from ..triton_kernels.decode import decode_attention

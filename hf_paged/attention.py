@@ -491,12 +491,10 @@ def paged_mask(
     if not dynamic or (compiling and pattern == "chunked"):  # a static cache: keys of the future are there, too
         return library(**arguments)
     shape = (batch_size, 1, q_length, kv_length)
-    build = partial(compat.full_mask, arguments, eager)
     dtype = kwargs.get("dtype", torch.float32) if eager else torch.bool
     if compiling:
-        return TracedMask(  # type: ignore[return-value]
-            shape, device, dtype, window, attention_mask, build, partial(library, **arguments)
-        )
+        return TracedMask(shape, dtype, window, arguments, eager)  # type: ignore[return-value]
+    build = partial(compat.full_mask, arguments, eager)
     return LazyMask.make(shape, device, window, pattern == "chunked", attention_mask, build, dtype)
 
 

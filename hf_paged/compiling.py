@@ -1,14 +1,14 @@
 """What a compiled model calls: one op for all that a layer's attention does, so that nothing of it breaks the graph.
 
     torch.compile(model.forward)
-      mask function ──► TracedMask           cache.update ──► two TracedKV           (`traced`: objects, nothing is written)
+      mask function ──► TracedMask          cache.update ──► two TracedKV     (objects of `traced`, nothing is written)
       attention     ──► hf_paged::update_and_attend(query, new keys, new values, padding, handles, ...)
-                              at run time: cache.update, begin_step, write, backend, dense fallback: the eager code
+                              at run time the eager code: cache.update, begin_step, write, backend, dense fallback
 
-The op is opaque: what belongs to the host (blocks, plans, locks) happens in it, when the graph runs, and no graph depends
-on it. It names cache and module by handles, which are tensors; the cache's length is not among its arguments. The ops
-write to memory that is no argument of theirs; what keeps them in order is that each layer's input is the output of the
-layer before.
+The op is opaque: what belongs to the host (blocks, plans, locks) happens in it, when the graph runs, and no graph
+depends on it. It names cache and module by handles, which are tensors; the cache's length is not among its arguments.
+The ops write to memory that is none of their arguments; what keeps them in order is that each layer's input is the
+output of the layer before.
 """
 
 from functools import partial
@@ -38,7 +38,8 @@ _library.define(
 )
 _library.define("repeat_sources(Tensor held, Tensor layer, SymInt rows) -> Tensor", tags=_TAGS)
 _library.define(
-    "update_dense(Tensor key, Tensor value, bool write, Tensor cache, SymInt layer, SymInt visible) -> (Tensor, Tensor)",
+    "update_dense(Tensor key, Tensor value, bool write, Tensor cache, SymInt layer, SymInt visible) "
+    "-> (Tensor, Tensor)",
     tags=_TAGS,
 )
 
@@ -133,7 +134,7 @@ def _lazy_mask(
         q_offset=layer.columns - shape[2],
         kv_offset=layer.columns - shape[3],
         mask_function=compat.mask_function_of(window),
-        attention_mask=padding,
+        attention_mask=None if padding is None else padding.to(query.device),
         device=query.device,
         dtype=query.dtype,
     )

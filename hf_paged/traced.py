@@ -1,19 +1,19 @@
 """Keys, values and masks in a forward that `torch.compile` traces: what `lazy` is for one that runs.
 
-Wrapper subclasses of `torch.Tensor` cannot be made in a graph, plain objects can. These carry what one op needs that does
-a layer's whole work when the graph runs (`compiling`). They are no tensors, but become one in the hands of anything that
-takes them for one: a model that does its own attention gets the right answer and only loses the speed. Where a graph
-breaks they go on as they are, and our attention function turns them into lazy tensors.
+Wrapper subclasses of `torch.Tensor` cannot be made in a graph, plain objects can. These carry what one op needs that
+does a layer's whole work when the graph runs (`compiling`). They are no tensors, but become one in the hands of
+anything that takes them for one: a model that does its own attention gets the right answer and only loses the speed.
+Where a graph breaks they go on as they are, and the op is called outside of a graph.
 """
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from . import compat
 from .lazy import LazyMask
 
 HANDLE = "_hf_paged_handle"
@@ -184,26 +184,26 @@ class TracedMask(Traced):
         device, dtype: likewise.
         window: tokens a query sees, itself included; None: plain causal.
         padding: 2D mask over all columns, [batch, columns], or None.
-        build: makes the dense mask.
-        library: what the library's mask function gives; None where its attention needs no mask.
+        arguments: those of the library's mask function, but for the pattern: a function made in a graph does not
+            outlive a break.
+        eager: the mask is one for eager attention.
     """
 
-    def __init__(
-        self,
-        shape: tuple,
-        device: Any,
-        dtype: torch.dtype,
-        window: int | None,
-        padding: torch.Tensor | None,
-        build: Callable[[], torch.Tensor],
-        library: Callable[[], torch.Tensor | None],
-    ):
-        self.shape, self.device, self.dtype = shape, device, dtype
-        self.window, self.padding = window, padding
-        self.build, self.library = build, library
+    def __init__(self, shape: tuple, dtype: torch.dtype, window: int | None, arguments: dict[str, Any], eager: bool):
+        self.shape, self.device, self.dtype = shape, arguments["device"], dtype
+        self.window, self.padding = window, arguments["attention_mask"]
+        self.arguments = {name: entry for name, entry in arguments.items() if name != "mask_function"}
+        self.eager = eager
 
     def materialize(self) -> torch.Tensor:
-        return self.build()
+        return compat.full_mask(self._whole(), self.eager)
+
+    def library(self) -> torch.Tensor | None:
+        """What the library's mask function gives; None where its attention needs no mask."""
+        return (compat.eager_mask if self.eager else compat.sdpa_mask)(**self._whole())
+
+    def _whole(self) -> dict[str, Any]:
+        return {**self.arguments, "mask_function": compat.mask_function_of(self.window)}
 
 
 def handle_of(module: torch.nn.Module) -> torch.Tensor:
@@ -237,7 +237,7 @@ def attend(
     """
     update = key.update
     padding = window = None
-    masked = isinstance(mask, (TracedMask, LazyMask))
+    masked = isinstance(mask, TracedMask) or (isinstance(mask, LazyMask) and not mask.chunked)
     if masked:
         padding, window, mask = mask.padding, mask.window, None
     return torch.ops.hf_paged.update_and_attend(

@@ -1,8 +1,8 @@
 """The launchers as `torch.library` ops, `hf_paged::write_tokens` and so on, for code of one's own that is compiled.
 
 Each has a fake implementation, so a graph goes through it, and says what it writes to. The backend calls the launchers
-themselves: it runs inside of one op (`hf_paged.compiling`) or eagerly, where the dispatch of an op takes longer than all
-that a launcher does before its launch.
+themselves: it runs eagerly, or inside of an op that a graph sees whole (`hf_paged.compiling`), and there the dispatch
+of a second op would only add to each launch.
 """
 
 from collections.abc import Callable

@@ -181,9 +181,7 @@ def _mpt_forward(
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (part.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
-        slopes = _mpt_slopes(
-            compat.function_beside(self, "build_mpt_alibi_tensor"), self.n_heads, hidden_states.device
-        )
+        slopes = _mpt_slopes(compat.function_beside(self, "build_mpt_alibi_tensor"), self.n_heads, hidden_states.device)
         mask = kwargs.get("attention_mask")
         out = _over_blocks(self, cache, (query, key, value), mask, self.softmax_scale, slopes, by_column=True)
         if isinstance(out, torch.Tensor):

@@ -162,7 +162,9 @@ def test_random_lives_of_a_batch_equal_a_softmax_per_query(seed, monkeypatch):
         ]
         step = batch.step(new, q_len, spread=rng.randint(0, 3))
         sinks = rng.choice([None, 10.0 * torch.randn(shape.num_heads, generator=batch.generator)])
-        slopes = torch.rand(shape.num_heads, generator=batch.generator) if sinks is None and rng.random() < 0.5 else None
+        slopes = (
+            torch.rand(shape.num_heads, generator=batch.generator) if sinks is None and rng.random() < 0.5 else None
+        )
         agree(step, step.call(band=band, softcap=rng.choice([None, 1.0]), sinks=sinks, slopes=slopes))
 
 

@@ -1,4 +1,5 @@
-"""The command line: `python -m hf_paged demo`, `bench cpu`, `bench memory`, `bench trend` and `support`."""
+"""The command line: `python -m hf_paged demo`, `bench cpu`, `bench memory`, `bench trend`, `bench families` and
+`support`."""
 
 import argparse
 import sys
@@ -45,6 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     trend.add_argument("--json", metavar="FILE", help="write the results there after every cell, too")
     trend.add_argument("--resume", action="store_true", help="keep the cells that the --json file has already")
     trend.add_argument("--plot", metavar="FILE", help="draw them there (.svg or .png; needs matplotlib)")
+    families = kinds.add_parser("families", help="the most used model families, random and of middle size, on the CPU")
+    families.add_argument("--only", nargs="+", metavar="NAME", help="these families alone")
+    families.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="of the longest prompt (512)")
+    families.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens to generate (default 32)")
+    families.add_argument("--repeat", type=int, default=3, metavar="N", help="alternating repetitions (default 3)")
+    families.add_argument("--json", metavar="FILE", help="write the results there after every family, too")
     support = commands.add_parser(
         "support", help="try every model family of the installed Transformers, tiny and random"
     )
@@ -98,6 +105,18 @@ def _bench_trend(options: argparse.Namespace) -> int:
     )
 
 
+def _bench_families(options: argparse.Namespace) -> int:
+    from .commands import bench_families
+
+    return bench_families.run(
+        only=options.only,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        repeat=options.repeat,
+        json_file=options.json,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. 2 for a command line that cannot be run."""
     options = _parser().parse_args(argv)
@@ -115,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _bench_memory(options)
         if options.kind == "trend":
             return _bench_trend(options)
+        if options.kind == "families":
+            return _bench_families(options)
         from .commands import bench_cpu
 
         if options.list:

@@ -52,7 +52,7 @@ SDPA_IGNORES_SOFTCAP: bool = "softcap" not in inspect.getsource(sdpa_attention_f
 """Up to 5.23 the library's SDPA function drops a model's softcap without a word; later versions raise."""
 
 ADDS_TO_MASKS = frozenset(("bloom", "mpt"))
-"""Model types that were written for masks to be added, and go on with a mask of None as if nothing were hidden, or fail."""
+"""Model types that expect a mask in every forward: one of None hides nothing from them, or makes them fail."""
 
 # Layer type -> whether it has a window. Hybrid layers have a recurrent state beside their keys and values.
 _PAGED_TYPES = {

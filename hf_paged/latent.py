@@ -56,3 +56,8 @@ class LatentHeads:
         """What attention over the latents gave, [batch, q_len, num_heads, rank + rope], as values, [..., value_dim]."""
         weight = self._weight()[:, self.nope :].to(out.dtype)  # [num_heads, value_dim, rank]
         return torch.matmul(out[..., None, : self.rank], weight.transpose(1, 2)).squeeze(-2)
+
+
+def all_fit(model: torch.nn.Module) -> bool:
+    """Whether no attention module of a model with latent attention expands its latents by itself."""
+    return all(LatentHeads.fits(module) for module in model.modules() if hasattr(type(module), "expand_kv"))

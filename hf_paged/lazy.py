@@ -100,17 +100,11 @@ class LazyMask(LazyTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, torch.bool):
-            # accelerate sends the mask along to every device of a split model; mpt takes an added one as one that hides.
+            # accelerate sends the mask along to every device of a split model; mpt makes one that is added one of what
+            # is hidden.
             mask, device, dtype = args[0], kwargs.get("device", args[0].device), kwargs.get("dtype", args[0].dtype)
-            return LazyMask.make(
-                tuple(mask.shape),
-                device,
-                mask.window,
-                mask.chunked,
-                mask.padding,
-                lambda: mask.materialize("").to(device, dtype),
-                dtype,
-            )
+            build = lambda: mask.materialize("").to(device, dtype)  # noqa: E731
+            return LazyMask.make(tuple(mask.shape), device, mask.window, mask.chunked, mask.padding, build, dtype)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def materialize(self, reason: str) -> torch.Tensor:

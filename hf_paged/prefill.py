@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
-from . import attention, compat
+from . import attention, compat, latent
 from .blocks import common_prefix
 from .cache import PagedCache
-from .latent import LatentHeads
 
 # Tokens that all rows must have in common before they are computed ahead of the rest.
 LONG_PREFIX = 32
-# Model types whose forward takes its positions from `position_ids` alone, or has none but what attention adds (ALiBi), so
-# that rows can be packed. The tests compare each with its unpacked prefill.
+# Model types whose forward takes its positions from `position_ids` alone, or has none but what attention adds (ALiBi),
+# so that rows can be packed. The tests compare each with its unpacked prefill.
 PACKED_TYPES = frozenset(
     (
         "apertus", "arcee", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5",
@@ -209,13 +208,9 @@ def _packs(model: Any) -> bool:
     text = model.config.get_text_config(decoder=True)
     if text is not model.config and model.config.model_type not in PACKED_COMPOSITES:
         return False
-    if text.model_type == "falcon" and text.alibi:
-        return False  # builds its bias from the mask, for one row after the other
-    if compat.latent_dims(model.config) is not None:
-        latent = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
-        if not all(map(LatentHeads.fits, latent)):
-            return False  # the model expands the latents for itself, row by row
-    return text.model_type in PACKED_TYPES and text._attn_implementation == attention.NAME
+    if text.model_type not in PACKED_TYPES or text._attn_implementation != attention.NAME:
+        return False
+    return compat.latent_dims(text) is None or latent.all_fit(model)
 
 
 def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) -> dict[str, Any]:

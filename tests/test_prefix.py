@@ -87,10 +87,8 @@ def test_every_type_that_is_packed(model_type, window):
     """In one forward, in chunks, and from what the index has; `window` is set on models that do not heed it, too."""
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this version of Transformers has no {model_type}")
-    fields = {**SMALL, **OF_TYPE.get(model_type, {})}
-    fields = {
-        name: value for name, value in fields.items() if value is not None or name not in OF_TYPE.get(model_type, ())
-    }
+    own = OF_TYPE.get(model_type, {})
+    fields = {name: value for name, value in {**SMALL, **own}.items() if own.get(name, 0) is not None}
     config = transformers.AutoConfig.for_model(model_type, **fields)
     if window is not None:
         if not hasattr(config, "sliding_window"):

@@ -180,6 +180,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layers_block_type": None,
         "attention_hidden_size": 128,
     },
+    "mpt": {"use_cache": True},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "wavtokenizer": {"codebook_dim": 64},
     "wavtokenizer_encoder": {"codebook_dim": 64},

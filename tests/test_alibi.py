@@ -1,10 +1,11 @@
 """ALiBi over blocks: bloom and mpt, whose attention adds a slope per head times the key's position."""
 
 import copy
+import itertools
 
 import pytest
 import torch
-from models import VOCAB, assert_equal, build, cache_of, forbid_dense, pair, prompts, run, with_cache
+from models import VOCAB, assert_close, assert_equal, build, cache_of, forbid_dense, pair, prompts, run, with_cache
 
 import hf_paged
 from hf_paged import adapters, compat
@@ -48,7 +49,8 @@ def test_a_lost_slope_would_be_seen(family, monkeypatch):
     monkeypatch.setattr(adapters, name, lambda *args: torch.zeros_like(slopes(*args)))
     plain, paged = pair(family, block_size=4)
     options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
-    for logits, other in zip(run(plain, prompts(12), **options).logits, run(paged, prompts(12), **options).logits):
+    outputs = [run(model, prompts(12), **options).logits for model in (plain, paged)]
+    for logits, other in zip(*outputs, strict=True):
         assert (logits - other).abs().max() > 1e-2
 
 
@@ -58,6 +60,19 @@ def test_all_layers_share_one_tensor_of_slopes():
     first, second = (adapters._bloom_slopes(build_alibi_tensor, 4, torch.device("cpu")) for _ in range(2))
     assert first is second
     assert torch.equal(first, torch.tensor([2**-2.0, 2**-4.0, 2**-6.0, 2**-8.0]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_layers_of_unlike_slopes_do_not_repeat_one_another(backend, monkeypatch):
+    """No model has such, but the backends do not know."""
+    slopes = itertools.cycle([torch.tensor([0.5, 0.1, 0.02, 0.004]), torch.tensor([0.01, 0.2, 0.9, 0.3])])
+    monkeypatch.setattr(adapters, "_bloom_slopes", lambda *args: next(slopes))  # two layers, in turn
+    model, outputs = build("bloom"), []
+    options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+    for name in ("reference", backend):
+        with hf_paged.patched(model, block_size=4, backend=name):
+            outputs.append(run(model, prompts(5, 12), **options))
+    assert_close(*outputs)
 
 
 @pytest.mark.parametrize("side", ["right", "middle"])

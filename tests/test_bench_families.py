@@ -10,6 +10,7 @@ from hf_paged.cli import main
 from hf_paged.commands import bench_families
 from hf_paged.commands.measure import UsageError
 
+pytestmark = pytest.mark.filterwarnings("ignore:hf_paged")
 CASES = {"ragged4", "beams4", "greedy"}
 
 

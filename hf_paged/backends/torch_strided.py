@@ -76,8 +76,8 @@ def _tile(
         query = query.float()
     if key.dtype != query.dtype or value.dtype != query.dtype:
         key, value = key.to(query.dtype), value.to(query.dtype)
-    if mask is not None:
-        mask = mask.to(torch.promote_types(mask.dtype, query.dtype))
+    if mask is not None and query.dtype.itemsize >= 4:  # beside 16 bits a mask may be float32
+        mask = mask.to(query.dtype)
     if call.softcap is None and query.is_cpu and key.shape[3] == value.shape[3]:
         return _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=call.scale)
     scores = torch.matmul(query, key.transpose(2, 3)).float() * call.scale

@@ -213,6 +213,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layers_block_type": None,
         "attention_hidden_size": 128,
     },
+    "mpt": {"use_cache": True},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "vibevoice_acoustic_tokenizer": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},

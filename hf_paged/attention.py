@@ -51,6 +51,10 @@ def paged_attention_forward(
         [batch, q_len, num_heads, value_dim] and None: weights are not kept.
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
+        if torch.compiler.is_compiling():  # the frames before this one were not
+            return _outside(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        if type(attention_mask) is TracedMask:
+            attention_mask = attention_mask.lazy()
         heads = LatentHeads(module) if key.layer.latent else None
         out = _over_blocks(module, query, key, attention_mask, dropout, scaling, kwargs, heads)
         if out is not None:
@@ -67,6 +71,9 @@ def paged_attention_forward(
     elif type(key) is TracedCross and type(value) is TracedCross and key.layer is value.layer:
         return traced.attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+_outside = torch.compiler.disable(paged_attention_forward)
 
 
 def alibi_attention(

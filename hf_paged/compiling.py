@@ -213,9 +213,7 @@ def attend_to_sources(
     keywords = dict(zip(names, tensors, strict=True))
     if is_causal is not None:
         keywords["is_causal"] = is_causal
-    out, _ = attention.paged_attention_forward(
-        Handle.target(module), query, *rows, mask, dropout, scaling, **keywords
-    )
+    out, _ = attention.paged_attention_forward(Handle.target(module), query, *rows, mask, dropout, scaling, **keywords)
     return out.contiguous()
 
 
@@ -243,4 +241,3 @@ for _name, _run, _fake in (
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_paged::{_name}", _fake, lib=_library)
-

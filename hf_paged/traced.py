@@ -8,6 +8,7 @@ Where a graph breaks they go on as they are, and the op is called outside of a g
 
 import itertools
 import weakref
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -201,6 +202,11 @@ class TracedMask(Traced):
     def library(self) -> torch.Tensor | None:
         """What the library's mask function gives; None where its attention needs no mask."""
         return (compat.eager_mask if self.eager else compat.sdpa_mask)(**self._whole())
+
+    def lazy(self) -> LazyMask:
+        """The same for a forward that runs: of a forward whose other frames are not compiled."""
+        build = partial(compat.full_mask, self._whole(), self.eager)
+        return LazyMask.make(self.shape, self.device, self.window, self.padding, build, self.dtype)
 
     def _whole(self) -> dict[str, Any]:
         return {**self.arguments, "mask_function": compat.mask_function_of(self.window)}

@@ -15,13 +15,17 @@ from hf_paged import compat
 from hf_paged.attention import NAME
 from hf_paged.traced import HANDLE, Handle
 
-
 WAYS = [
     {},
     {"num_beams": 4},
     {"num_beams": 3, "num_return_sequences": 2},
     {"do_sample": True, "num_return_sequences": 2},
 ]
+
+
+# As few layers as show it: each takes seconds to compile.
+ONE_OF_EACH = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+FEW = {"gemma2": ONE_OF_EACH, "gemma3": ONE_OF_EACH, "gpt_oss": ONE_OF_EACH}
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +42,10 @@ def compiled(model, backend="eager", fullgraph=True, **options):
     return model
 
 
-def compiled_pair(family, backend="eager", fullgraph=True, overrides=None, **options):
-    plain, paged = pair(family, overrides=overrides, **{"block_size": 4, **options})
-    return plain, compiled(paged, backend, fullgraph)
+def compiled_pair(family, backend="eager", fullgraph=True, **options):
+    """`(unpatched model, patched and compiled copy)`; options as of `torch.compile`."""
+    plain, paged = pair(family, overrides=FEW.get(family), block_size=4)
+    return plain, compiled(paged, backend, fullgraph, **options)
 
 
 @contextmanager
@@ -94,8 +99,7 @@ def test_generates_the_same_without_a_graph_break_or_a_recompile_a_step(family):
 
 
 def test_the_same_through_aot_autograd():
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    plain, paged = compiled_pair("gemma3", "aot_eager", overrides=layers)
+    plain, paged = compiled_pair("gemma3", "aot_eager")
     for options in ({}, {"num_beams": 3}):
         agree(plain, paged, prompts(2, 7), max_new_tokens=11, **options)
     assert not paged.paged_stats().fallbacks
@@ -135,7 +139,7 @@ def test_softcap_and_sinks():
 def test_every_backend_is_behind_the_op():
     for backend in ("reference", "torch"):
         torch._dynamo.reset()
-        plain, paged = pair("llama", backend=backend, block_size=4)
+        plain, paged = pair("llama", overrides={"num_hidden_layers": 1}, backend=backend, block_size=4)
         agree(plain, compiled(paged), prompts(3, 9), max_new_tokens=5)
 
 
@@ -168,8 +172,7 @@ def test_a_second_turn_on_a_filled_cache():
 
 def test_symbolic_from_the_first_call():
     """`dynamic=True`."""
-    plain, paged = pair("llama", block_size=4)
-    compiled(paged, dynamic=True)
+    plain, paged = compiled_pair("llama", dynamic=True)
     agree(plain, paged, prompts(3, 9), max_new_tokens=6)
 
 
@@ -273,7 +276,7 @@ def test_cross_attention(family):
 @pytest.mark.parametrize("where", ["mlp", "o_proj", "q_proj"])
 def test_a_graph_that_breaks_elsewhere(where):
     """The model's own code breaks the graph, behind attention and before it: what is half done goes on outside."""
-    plain, paged = pair("gemma3", block_size=4)
+    plain, paged = pair("gemma3", overrides=ONE_OF_EACH, block_size=4)
     broken = getattr(paged.model.layers[1], where, None) or getattr(paged.model.layers[1].self_attn, where)
     broken.register_forward_hook(lambda module, given, out: torch._dynamo.graph_break())
     compiled(paged, fullgraph=False)

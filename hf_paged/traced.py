@@ -206,7 +206,7 @@ class TracedMask(Traced):
     def lazy(self) -> LazyMask:
         """The same for a forward that runs: of a forward whose other frames are not compiled."""
         build = partial(compat.full_mask, self._whole(), self.eager)
-        return LazyMask.make(self.shape, self.device, self.window, self.padding, build, self.dtype)
+        return LazyMask.make(self.shape, self.device, self.window, False, self.padding, build, self.dtype)
 
     def _whole(self) -> dict[str, Any]:
         return {**self.arguments, "mask_function": compat.mask_function_of(self.window)}

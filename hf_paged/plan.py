@@ -82,7 +82,7 @@ class GroupPlan:
     @property
     def crosses_chunks(self) -> bool:
         """Whether the new tokens of some row are of several chunks."""
-        if not self.chunked:
+        if not self.chunked or self.q_len == 1:
             return False
         assert self.window is not None
         rows = zip(self.past, self.new, strict=True)

@@ -162,6 +162,18 @@ def test_another_cache_and_another_length_are_no_recompile():
             assert torch.equal(got, decode(plain, compat.DynamicCache(config=plain.config), ids, 15))
 
 
+def test_forward_calls_with_left_pads():
+    """No positions are given, so rows count their pads, with us as without."""
+    plain, paged = compiled_pair("gemma3")
+    inputs = prompts(3, 9)
+    cache = hf_paged.PagedCache(paged.config)
+    got = decode(paged, cache, inputs["input_ids"], 9, inputs["attention_mask"])
+    own = compat.DynamicCache(config=plain.config)
+    assert torch.equal(got, decode(plain, own, inputs["input_ids"], 9, inputs["attention_mask"]))
+    cache.check()
+    assert cache.stats().stored_tokens == 3 + 9 + 2 * 8
+
+
 def test_a_second_turn_on_a_filled_cache():
     plain, paged = compiled_pair("llama")
     cache, own = hf_paged.PagedCache(paged.config), compat.DynamicCache(config=plain.config)

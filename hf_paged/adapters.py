@@ -24,7 +24,7 @@ from . import attention, compat, traced
 from .cache import PagedCache
 from .latent import LatentHeads
 from .lazy import LazyKV
-from .traced import TracedKV
+from .traced import TracedKV, TracedMask
 
 _MARK = "_hf_paged_adapted"
 
@@ -145,6 +145,15 @@ def _over_blocks(
     return _Written(key, value)
 
 
+@torch.compiler.disable
+def _uncompiled(function: Callable, cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
+    """Call one of the forwards here outside of the graph that is being traced. Counted."""
+    cache.pool.count_fallback("a compiled graph breaks at attention with ALiBi", cache.state.fallbacks)
+    args = tuple(entry.lazy() if isinstance(entry, TracedMask) else entry for entry in args)
+    kwargs = {name: entry.lazy() if isinstance(entry, TracedMask) else entry for name, entry in kwargs.items()}
+    return function(*args, **kwargs)
+
+
 @functools.cache
 def _bloom_slopes(build: Callable, num_heads: int, device: torch.device) -> torch.Tensor:
     """ALiBi's slopes, [num_heads] float32, by the modeling file's `build_alibi_tensor`: what it gives position 1."""
@@ -163,8 +172,12 @@ def _bloom_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`BloomAttention.forward`. Gives no attention weights where it attends over blocks."""
-    blocks = isinstance(layer_past, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
-    if blocks and not output_attentions and not self.training:
+    if torch.compiler.is_compiling() and isinstance(layer_past, PagedCache):
+        rest = (layer_past, use_cache, output_attentions)
+        return _uncompiled(
+            _bloom_forward, layer_past, self, hidden_states, residual, alibi, attention_mask, *rest, **kwargs
+        )
+    if isinstance(layer_past, PagedCache) and not output_attentions and not self.training:
         states = self._reshape(self.query_key_value(hidden_states))
         slopes = _bloom_slopes(compat.function_beside(self, "build_alibi_tensor"), self.num_heads, hidden_states.device)
         out = _over_blocks(self, layer_past, states, attention_mask, self.inv_norm_factor, slopes, by_column=False)
@@ -187,8 +200,9 @@ def _mpt_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`MptAttention.forward`. Gives no attention weights where it attends over blocks."""
     cache: Any = kwargs.get(compat.CACHE_ARGUMENT)
-    blocks = isinstance(cache, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
-    if blocks and position_bias is not None and not self.training:
+    if torch.compiler.is_compiling() and isinstance(cache, PagedCache):
+        return _uncompiled(_mpt_forward, cache, self, hidden_states, position_bias, **kwargs)
+    if isinstance(cache, PagedCache) and position_bias is not None and not self.training:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)

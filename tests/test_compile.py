@@ -256,9 +256,16 @@ def test_out_of_blocks_leaves_the_cache_as_it_was():
 # -- models that do not read blocks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["bloom", "llama4"])
-def test_dense_attention_is_exact_and_counted(family):
-    plain, paged = compiled_pair(family)
+def test_alibi_breaks_the_graph_and_is_counted():
+    plain, paged = compiled_pair("bloom", fullgraph=False)
+    for options in ({}, {"num_beams": 3}):
+        expected = run(plain, prompts(3, 9), max_new_tokens=6, **options)
+        assert torch.equal(expected, run(paged, prompts(3, 9), max_new_tokens=6, **options))
+    assert set(paged.paged_stats().fallbacks) == {"a compiled graph breaks at attention with ALiBi"}
+
+
+def test_dense_attention_is_exact_and_counted():
+    plain, paged = compiled_pair("llama4")
     with pytest.warns(UserWarning, match="dense"):
         agree_warned(plain, paged, prompts(3, 9), max_new_tokens=6)
     assert any("dense" in reason for reason in paged.paged_stats().fallbacks)

@@ -146,7 +146,7 @@ def _over_blocks(
 
 
 @torch.compiler.disable
-def _uncompiled(function: Callable, cache: PagedCache, *args: Any, **kwargs: Any) -> Any:
+def _uncompiled(function: Callable, cache: PagedCache, /, *args: Any, **kwargs: Any) -> Any:
     """Call one of the forwards here outside of the graph that is being traced. Counted."""
     cache.pool.count_fallback("a compiled graph breaks at attention with ALiBi", cache.state.fallbacks)
     args = tuple(entry.lazy() if isinstance(entry, TracedMask) else entry for entry in args)

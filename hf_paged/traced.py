@@ -8,7 +8,6 @@ Where a graph breaks they go on as they are, and the op is called outside of a g
 
 import itertools
 import weakref
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -125,6 +124,12 @@ class TracedKV(Traced):
     def new(self) -> torch.Tensor:
         return self.update.value if self.which else self.update.key
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.to`; nothing where it names the device or the dtype that it has."""
+        if not kwargs and len(args) == 1 and (args[0] == self.device or args[0] == self.dtype):
+            return self
+        return self.materialize().to(*args, **kwargs)
+
     @property
     def shape(self) -> tuple:
         batch, heads, _, dim = self.new.shape
@@ -196,8 +201,14 @@ class TracedMask(Traced):
         self.arguments = {name: entry for name, entry in arguments.items() if name != "mask_function"}
         self.eager = eager
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.to`; still a mask of this kind where it becomes boolean (mpt)."""
+        if not kwargs and args == (torch.bool,):
+            return TracedMask(self.shape, torch.bool, self.window, self.arguments, self.eager)
+        return self.materialize().to(*args, **kwargs)
+
     def materialize(self) -> torch.Tensor:
-        return compat.full_mask(self._whole(), self.eager)
+        return compat.full_mask(self._whole(), self.eager).to(self.dtype)
 
     def library(self) -> torch.Tensor | None:
         """What the library's mask function gives; None where its attention needs no mask."""
@@ -205,8 +216,7 @@ class TracedMask(Traced):
 
     def lazy(self) -> LazyMask:
         """The same for a forward that runs: of a forward whose other frames are not compiled."""
-        build = partial(compat.full_mask, self._whole(), self.eager)
-        return LazyMask.make(self.shape, self.device, self.window, False, self.padding, build, self.dtype)
+        return LazyMask.make(self.shape, self.device, self.window, False, self.padding, self.materialize, self.dtype)
 
     def _whole(self) -> dict[str, Any]:
         return {**self.arguments, "mask_function": compat.mask_function_of(self.window)}

@@ -115,7 +115,7 @@ class KVPool:
         an operation on this pool, so it may have to wait its turn.
         """
         self._orphans.append((tables, known))
-        if torch._C._len_torch_dispatch_stack():
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return  # while something is traced, tensors of the cache are nothing to compute with
         if self._lock.acquire(blocking=False):
             try:

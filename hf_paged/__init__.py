@@ -5,6 +5,7 @@ puts out the tokens it put out before.
 """
 
 from . import attention as _attention
+from . import compiling as _compiling  # noqa: F401  registers the ops
 from .blocks import OutOfBlocks
 from .cache import PagedCache
 from .chat import Chat

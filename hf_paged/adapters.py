@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from . import attention, compat
+from . import attention, compat, traced
 from .cache import PagedCache
 from .latent import LatentHeads
 from .lazy import LazyKV
+from .traced import TracedKV
 
 _MARK = "_hf_paged_adapted"
 
@@ -31,6 +32,8 @@ _MARK = "_hf_paged_adapted"
 def install(model: PreTrainedModel) -> None:
     """Bind what this model's attention modules need; nothing for most models."""
     for module in model.modules():
+        if hasattr(module, "layer_idx") or "Attention" in type(module).__name__:
+            traced.name(module)
         name, function = _adapter_of(module)
         if function is not None:
             module.__dict__[name] = MethodType(function, module)
@@ -44,6 +47,7 @@ def install(model: PreTrainedModel) -> None:
 def remove(model: PreTrainedModel) -> None:
     """Take away what `install` has bound."""
     for module in model.modules():
+        module.__dict__.pop(traced.HANDLE, None)
         name = module.__dict__.pop(_MARK, None)
         if name is not None:
             module.__dict__.pop(name, None)
@@ -71,6 +75,12 @@ def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[t
         and LatentHeads.fits(self)
     ):
         return kv_nope, k_rot
+    if isinstance(kv_nope, TracedKV) and isinstance(k_rot, TracedKV) and LatentHeads.fits(self):
+        update, dims = kv_nope.update, (kv_nope.new.shape[3], k_rot.new.shape[3])
+        alone = update.key.shape[1] == 1 and update.key.dtype == update.value.dtype
+        if update is k_rot.update and alone and dims == update.cache.state.pool.latent:
+            update.latent = True
+            return kv_nope, k_rot  # type: ignore[return-value]
     return type(self).expand_kv(self, kv_nope, k_rot)
 
 

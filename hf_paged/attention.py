@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from . import compat
+from . import compat, traced
 from .backends import AttentionCall
 from .cross import LazyCross, pack_rows, unpack_rows
 from .latent import LatentHeads
 from .lazy import LazyKV, LazyMask
+from .traced import TracedCross, TracedKV, TracedMask
 
 NAME = "hf_paged"
 
@@ -50,6 +51,10 @@ def paged_attention_forward(
         [batch, q_len, num_heads, value_dim] and None: weights are not kept.
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
+        if torch.compiler.is_compiling():  # the frames before this one were not
+            return _outside(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        if type(attention_mask) is TracedMask:
+            attention_mask = attention_mask.lazy()
         heads = LatentHeads(module) if key.layer.latent else None
         out = _over_blocks(module, query, key, attention_mask, dropout, scaling, kwargs, heads)
         if out is not None:
@@ -61,7 +66,14 @@ def paged_attention_forward(
         out = _attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:
             return out, None
+    elif type(key) is TracedKV and type(value) is TracedKV and key.update is value.update:
+        return traced.attend(module, query, key, attention_mask, dropout, scaling, kwargs), None
+    elif type(key) is TracedCross and type(value) is TracedCross and key.layer is value.layer:
+        return traced.attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+_outside = torch.compiler.disable(paged_attention_forward)
 
 
 def alibi_attention(
@@ -161,6 +173,8 @@ def _why_dense(
     """Why this call cannot be computed over blocks; None: it can."""
     if mask is not None and type(mask) is not LazyMask:
         return "a custom attention mask"
+    if (None if mask is None or not mask.chunked else mask.window) != key.layer.chunk:
+        return "a mask of other chunks than the layer's"
     if dropout and module.training:
         return "dropout"
     if not _DENSE_KEYWORDS.isdisjoint(kwargs):
@@ -347,6 +361,8 @@ def dense_attention(
     """
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.materialize("dense attention")
+    elif isinstance(attention_mask, TracedMask):
+        attention_mask = attention_mask.library()
     for name in ("indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -424,9 +440,10 @@ def paged_mask(
 ) -> torch.Tensor | None:
     """The mask for `hf_paged` attention, in as little memory as it needs.
 
-    Plain causal without padding, where one query or all keys are new: None. Plain causal or sliding otherwise: a
-    `LazyMask` that carries the 2D padding mask and becomes [batch, 1, q, kv] only if something other than our attention
-    function looks at it. Any other pattern (images, packed sequences, chunks, bidirectional): the library's full mask.
+    Plain causal without padding, where one query or all keys are new: None. Plain causal, sliding or chunked otherwise:
+    a `LazyMask` that carries the 2D padding mask and becomes [batch, 1, q, kv] only if something other than our
+    attention function looks at it. Any other pattern (images, packed sequences, bidirectional): the library's full
+    mask.
 
     A lazy mask keeps its promise in every hand: a model that slices or adds it gets the right numbers. A compact
     [batch, 1, 1, kv] tensor would not.
@@ -449,11 +466,18 @@ def paged_mask(
     # A model that was eager may do some of its attention by itself, with masks to be added.
     eager = _before_of(kwargs.get("config")) == "eager"
     library = compat.eager_mask if eager else compat.sdpa_mask
-    pattern, window = compat.mask_pattern(mask_function)
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        pattern, window = compat.traced_mask_pattern(
+            mask_function, local_size, allow_is_causal_skip, kwargs.get("config")
+        )
+    else:
+        pattern, window = compat.mask_pattern(mask_function)
     if pattern == "other" or use_vmap:
         return library(**arguments)
     if (
-        attention_mask is not None
+        not compiling  # a graph must not depend on what is in the mask
+        and attention_mask is not None
         and attention_mask.device.type == "cpu"  # elsewhere a look costs a synchronisation
         and attention_mask.shape[1] == kv_length + kv_offset
         and bool(attention_mask.all())
@@ -462,7 +486,8 @@ def paged_mask(
     dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     config = kwargs.get("config")
     if (
-        attention_mask is None
+        not compiling
+        and attention_mask is None
         and getattr(config, "model_type", None) not in compat.ADDS_TO_MASKS
         and allow_is_causal_skip
         and dynamic
@@ -470,16 +495,14 @@ def paged_mask(
         and (q_length == 1 or q_length == kv_length)
     ):
         return None
-    if not dynamic:  # a static cache: keys of the future are there, too
+    if not dynamic or (compiling and pattern == "chunked"):  # a static cache: keys of the future are there, too
         return library(**arguments)
-    return LazyMask.make(
-        (batch_size, 1, q_length, kv_length),
-        device,
-        window,
-        attention_mask,
-        partial(compat.full_mask, arguments, eager),
-        kwargs.get("dtype", torch.float32) if eager else torch.bool,
-    )
+    shape = (batch_size, 1, q_length, kv_length)
+    dtype = kwargs.get("dtype", torch.float32) if eager else torch.bool
+    if compiling:
+        return TracedMask(shape, dtype, window, arguments, eager)  # type: ignore[return-value]
+    build = partial(compat.full_mask, arguments, eager)
+    return LazyMask.make(shape, device, window, pattern == "chunked", attention_mask, build, dtype)
 
 
 def register() -> None:

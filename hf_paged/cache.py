@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,12 +11,13 @@ from . import compat, serialize
 from .blocks import OutOfBlocks
 from .config import PagedConfig
 from .cross import CrossLayer
-from .lazy import LazyKV
+from .lazy import LazyKV, LazyMask
 from .plan import GroupPlan, StepPlan
 from .pool import KVPool
 from .state import UNKNOWN_PADDING, CacheState, UnknownPadding
 from .stats import PagedStats
 from .store import LayerStore
+from .traced import NO_GRADIENTS, Handle, traced_update
 
 __all__ = ["OutOfBlocks", "PagedCache", "PagedLayer"]
 
@@ -42,7 +43,9 @@ class PagedLayer(compat.CacheLayerMixin):
         self.state = state
         self.index = index
         self.group = state.pool.group_of[index]
-        window = state.pool.groups[self.group].window
+        group = state.pool.groups[self.group]
+        window = group.window
+        self.chunk = window if group.chunked else None  # tokens of a chunk
         self.is_sliding = window is not None
         self.sliding_window = window
         self.columns = 0  # the library's length of this layer, pads and the pending step included
@@ -111,10 +114,7 @@ class PagedLayer(compat.CacheLayerMixin):
             ValueError: if the shapes do not fit each other or the cache.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError(
-                "PagedCache stores keys and values outside the autograd graph, but these need gradients. Run "
-                "generation under torch.no_grad(), or train with use_cache=False or a DynamicCache."
-            )
+            raise RuntimeError(NO_GRADIENTS)
         *sizes, key_dim = key_states.shape
         *value_sizes, value_dim = value_states.shape
         if len(sizes) != 3 or sizes != value_sizes:
@@ -178,10 +178,12 @@ class PagedLayer(compat.CacheLayerMixin):
         try:
             if before != self.state.columns:
                 raise self._out_of_step(before)
-            return self.state.begin_step(self.index, key, value, padding)
+            step = self.state.begin_step(self.index, key, value, padding)
         except BaseException:
             self.columns = before
             raise
+        self.state.pool.copy_ahead(step)
+        return step
 
     def _out_of_step(self, columns: int) -> RuntimeError:
         return RuntimeError(
@@ -346,6 +348,8 @@ class PagedCache(compat.DynamicCache):
 
     def _attach(self, state: CacheState, layers: list | None = None) -> None:
         self.state = state
+        self.handle = Handle(self)
+        self.compiled_masks: dict[int | None, LazyMask] = {}  # of this forward, by window (see `compiling`)
         if layers is None:
             layers = []
             for index, (layer_type, arguments) in enumerate(state.pool.layer_types):
@@ -377,7 +381,12 @@ class PagedCache(compat.DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new keys and values of layer `layer_idx`; see `PagedLayer.update`."""
+        """Take the new keys and values of layer `layer_idx`; see `PagedLayer.update`.
+
+        In a forward that is compiled the graph takes them when it runs, with the layer's attention (see `traced`).
+        """
+        if torch.compiler.is_compiling() and isinstance(self.layers[layer_idx], PagedLayer):
+            return traced_update(self, layer_idx, key_states, value_states)  # type: ignore[return-value]
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
@@ -425,13 +434,16 @@ class PagedCache(compat.DynamicCache):
             layer.columns = columns
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change."""
+        """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change.
+
+        Tables are the host's, so indices on a device are waited for: once a step of beam search.
+        """
         self._settle()
         self.state.select(beam_idx.tolist())
         for layer in self.other_layers:
             layer.reorder_cache(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the rows `indices`, in that order; rows may repeat. A boolean mask [batch] is taken as one."""
         if isinstance(indices, torch.Tensor):
             indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices

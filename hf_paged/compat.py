@@ -28,6 +28,7 @@ __all__ = [
     "CacheLayerMixin",
     "DynamicCache",
     "EncoderDecoderCache",
+    "GenerationMixin",
     "LinearAttentionLayer",
     "PreTrainedConfig",
     "eager_mask",
@@ -58,11 +59,12 @@ ADDS_TO_MASKS = frozenset(("bloom", "mpt"))
 _PAGED_TYPES = {
     "full_attention": False,
     "sliding_attention": True,
-    "chunked_attention": True,
+    "chunked_attention": True,  # the window is a chunk's length
     "hybrid": False,
     "hybrid_sliding": True,
 }
 CROSS_ATTENTION = "cross_attention"
+CHUNKED_ATTENTION = "chunked_attention"
 _HYBRID_TYPES = ("hybrid", "hybrid_sliding")
 
 LinearAttentionLayer = _cache_utils.LinearAttentionLayer
@@ -121,7 +123,7 @@ def generating_model(model: Any) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
         model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate"):
         raise TypeError(
             f"hf_paged needs a Transformers model with generate() (…ForCausalLM, …ForConditionalGeneration), got "
             f"{type(model).__name__}"
@@ -151,27 +153,57 @@ def rope_limit(config: PreTrainedConfig) -> int | None:
 @functools.cache
 def _overlay_code(name: str) -> Any:
     """Code object of the closure that the library's mask factory `name` returns."""
+    arguments: dict[str, tuple] = {"sliding_window_overlay": (1,), "chunked_overlay": (1, torch.zeros(1))}
     factory: Callable = getattr(_masking_utils, name)
-    return factory(1).__code__ if name == "sliding_window_overlay" else factory(lambda *a: a[0]).__code__
+    return factory(*arguments.get(name, (lambda *a: a[0],))).__code__
 
 
 def mask_pattern(mask_function: Callable) -> tuple[str, int | None]:
-    """What a library mask function means: `("causal", None)`, `("sliding", window)` or `("other", None)`.
+    """What a library mask function means: `("causal", None)`, `("sliding", window)`, `("chunked", length)` or
+    `("other", None)`.
 
-    The library hands over closures; the sliding one is `and_masks(sliding_window_overlay(window), causal)`. Anything
-    that is not exactly one of the two is "other" and gets its full mask.
+    The library hands over closures; the sliding one is `and_masks(sliding_window_overlay(window), causal)`, and the
+    chunked one has `chunked_overlay(length, left_padding)` in that place. Anything that is not exactly one of these is
+    "other" and gets its full mask.
     """
     if mask_function is _masking_utils.causal_mask_function:
         return "causal", None
     if getattr(mask_function, "__code__", None) is _overlay_code("and_masks"):
         (parts,) = [cell.cell_contents for cell in mask_function.__closure__ or ()] or [()]
-        if (
-            len(parts) == 2
-            and parts[1] is _masking_utils.causal_mask_function
-            and getattr(parts[0], "__code__", None) is _overlay_code("sliding_window_overlay")
-        ):
-            return "sliding", int(parts[0].__closure__[0].cell_contents)
+        if len(parts) == 2 and parts[1] is _masking_utils.causal_mask_function:
+            for pattern, name in (("sliding", "sliding_window_overlay"), ("chunked", "chunked_overlay")):
+                if getattr(parts[0], "__code__", None) is _overlay_code(name):
+                    return pattern, int(parts[0].__closure__[0].cell_contents)
     return "other", None
+
+
+_AND_MASKS = _masking_utils.and_masks(_masking_utils.causal_mask_function).__code__
+
+
+def traced_mask_pattern(
+    mask_function: Callable, local_size: int | None, allow_is_causal_skip: bool, config: Any
+) -> tuple[str, int | None]:
+    """`mask_pattern` in a forward that is being traced, where a closure's content cannot be read.
+
+    `allow_is_causal_skip` says that the mask is causal within `local_size`: then it is a window or a chunk.
+    """
+    if mask_function is _masking_utils.causal_mask_function:
+        return "causal", None
+    if (
+        getattr(mask_function, "__code__", None) is _AND_MASKS
+        and allow_is_causal_skip
+        and local_size is not None
+        and local_size != getattr(config, "attention_chunk_size", None)
+    ):
+        return "sliding", local_size
+    return "other", None
+
+
+def mask_function_of(window: int | None) -> Callable:
+    """The library's mask function of plain causal attention, or with a window."""
+    if window is None:
+        return _masking_utils.causal_mask_function
+    return _masking_utils.sliding_window_causal_mask_function(window)
 
 
 def eager_attention_of(module: torch.nn.Module) -> Callable | None:

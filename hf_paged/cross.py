@@ -17,6 +17,7 @@ import torch
 from . import compat
 from .lazy import LazyTensor
 from .pool import KVPool
+from .traced import Handle, TracedCross
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -76,6 +77,7 @@ class CrossLayer(compat.CacheLayerMixin):
 
     def __init__(self, pool: KVPool | None = None):
         self.pool = pool
+        self.handle = Handle(self)
         self._held: tuple[torch.Tensor, torch.Tensor] | None = None
         self.source_of: list[int] | None = None  # None: a source a row
         if pool is not None:
@@ -98,6 +100,8 @@ class CrossLayer(compat.CacheLayerMixin):
     def _rows(self, which: int) -> torch.Tensor | None:
         if self._held is None or self.source_of is None:
             return None if self._held is None else self._held[which]
+        if torch.compiler.is_compiling():
+            return TracedCross(self, which)  # type: ignore[return-value]
         return LazyCross.make(self._held[which], self.source_of, self.pool)
 
     @property

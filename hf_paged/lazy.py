@@ -66,15 +66,18 @@ class LazyKV(LazyTensor):
 
 
 class LazyMask(LazyTensor):
-    """A causal or sliding mask, [batch, 1, q, kv]: bool, True where a key is seen, or a dtype to be added to scores.
+    """A causal, sliding or chunked mask, [batch, 1, q, kv]: bool, True where a key is seen, or a dtype to be added to
+    scores.
 
     Attributes:
-        window: tokens a query sees, itself included; None: plain causal.
+        window: tokens a query sees at most, itself included; None: plain causal.
+        chunked: a query sees its own chunk only; chunks of `window` tokens are counted from a row's first token.
         padding: 2D mask over all columns, [batch, columns], bool, or None: no padding.
         build: makes the dense mask.
     """
 
     window: int | None
+    chunked: bool
     padding: torch.Tensor | None
     build: Callable[[], torch.Tensor]
 
@@ -83,12 +86,13 @@ class LazyMask(LazyTensor):
         shape: tuple,
         device: Any,
         window: int | None,
+        chunked: bool,
         padding: torch.Tensor | None,
         build: Callable[[], torch.Tensor],
         dtype: torch.dtype = torch.bool,
     ) -> "LazyMask":
         self = _make_wrapper(LazyMask, shape, dtype=dtype, device=device)
-        self.window, self.padding, self.build = window, padding, build
+        self.window, self.chunked, self.padding, self.build = window, chunked, padding, build
         return self
 
     @classmethod
@@ -100,7 +104,7 @@ class LazyMask(LazyTensor):
             # is hidden.
             mask, device, dtype = args[0], kwargs.get("device", args[0].device), kwargs.get("dtype", args[0].dtype)
             build = lambda: mask.materialize("").to(device, dtype)  # noqa: E731
-            return LazyMask.make(tuple(mask.shape), device, mask.window, mask.padding, build, dtype)
+            return LazyMask.make(tuple(mask.shape), device, mask.window, mask.chunked, mask.padding, build, dtype)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def materialize(self, reason: str) -> torch.Tensor:

@@ -5,20 +5,24 @@ calls through `self`, so that a deep-copied model is patched for itself:
 
 - `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
 - `_prefill` computes what is not there yet, once (see `prefill`);
+- `_update_model_kwargs_for_generation` and `prepare_inputs_for_generation` vouch for a mask that has been seen but for
+  the ones appended, so that a decode step need not wait for a device to read it;
 - `_get_stopping_criteria` learns what was generated, to find it again, and which rows have stopped, so that they can
   give their blocks back.
 """
 
 import copy
 import dataclasses
+import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
 
 from . import adapters, attention, compat, prefill
 from .cache import PagedCache
@@ -32,7 +36,9 @@ ModelT = TypeVar("ModelT")
 _STATE = "_hf_paged"
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
 _REFUSED_TYPES = {
+    "blt": "it adds a second cache to the one it is given, for its decoder",
     "dory": "it adds layers to the cache while it runs",
+    "vibevoice": "it samples in a loop of its own, with a second cache for what is not wanted",
     "git": "it concatenates image features into the cache and counts tokens for itself",
     "kosmos-2": "its positions depend on how a prompt with pads is cut",
 }
@@ -108,6 +114,9 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
         for name, function in _METHODS.items():
             target.__dict__[name] = MethodType(function, target)
             state.methods.append(name)
+        if "prepare_inputs_for_generation" not in target.__dict__:
+            _vouch_for_inputs(target)
+            state.methods.append("prepare_inputs_for_generation")
         target.__dict__["paged_pool"] = pool
         target.__dict__[_STATE] = state
     except BaseException:
@@ -157,6 +166,8 @@ def _refuse(model: PreTrainedModel) -> None:
     """Raise ValueError if this model cannot be right with a paged cache."""
     text = model.config.get_text_config(decoder=True)
     reason = _REFUSED_TYPES.get(model.config.model_type) or _REFUSED_TYPES.get(text.model_type)
+    if reason is None and not isinstance(model, GenerationMixin):
+        reason = "its generate() is one of its own, which keeps its cache for itself"
     if reason is None and any(_DYNAMIC_SCALES in type(module).__module__ for module in model.modules()):
         reason = (
             "its layers (torch.ao dynamic quantisation) scale by the largest value of a whole batch, so what a row "
@@ -234,6 +245,11 @@ def _prepare_cache_for_generation(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if _STATE not in self.__dict__:
+        # Taken from the patched model and bound to a part of it, which makes a cache of its own (Kyutai's codec).
+        return GenerationMixin._prepare_cache_for_generation(
+            self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
+        )
     state = _state_of(self)
     if generation_config.output_attentions:
         raise ValueError(
@@ -347,8 +363,11 @@ def _prefill(
         if known.identity is not None:
             known.note(input_ids, input_ids.shape[1], known.real)
             cache.state.remember()
-    if call.owned:
-        cache.state.trusted = True  # from here on generate() appends ones to the mask, and the cache dies with the call
+    mask = model_kwargs.get("attention_mask")
+    if call.owned and (mask is None or mask.shape[-1] <= cache.get_seq_length()):
+        # From here on generate() appends ones to the mask, and the cache dies with the call. (Musicgen reads the last
+        # token of a prompt alone, and what it generates falls under the mask of the others.)
+        cache.state.trusted = True
     return outputs
 
 
@@ -401,16 +420,70 @@ def _why_not_once(input_ids: torch.Tensor, model_kwargs: dict[str, Any], copies:
     return None
 
 
+def _update_model_kwargs_for_generation(
+    self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    name, method = "attention_mask", "_update_model_kwargs_for_generation"
+    before = model_kwargs.get(name)
+    model_kwargs = getattr(type(self), method)(self, outputs, model_kwargs, *args, **kwargs)
+    cache = model_kwargs.get(compat.CACHE_ARGUMENT)
+    if isinstance(cache, PagedCache) and getattr(type(self), method) is getattr(compat.GenerationMixin, method):
+        # What the library's own method makes is the mask of the last forward, which was read or vouched for, and ones.
+        state = cache.state
+        seen = before is not None and before.shape[1] == state.columns and not (state.hides or state.blind)
+        state.appended = model_kwargs.get(name) if seen else None
+    return model_kwargs
+
+
+def _vouch_for_inputs(model: Any) -> None:
+    """Let the model's `prepare_inputs_for_generation`, which comes right before a forward, say whose mask it got."""
+    library = type(model).prepare_inputs_for_generation
+
+    @functools.wraps(library)  # generate() reads its signature
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = library(self, *args, **kwargs)
+        cache = kwargs.get(compat.CACHE_ARGUMENT)
+        if isinstance(cache, PagedCache):
+            mask = kwargs.get("attention_mask")
+            cache.state.vouched = mask is not None and mask is cache.state.appended
+        return inputs
+
+    model.__dict__["prepare_inputs_for_generation"] = MethodType(prepare_inputs_for_generation, model)
+
+
+class _Arriving:
+    """A tensor on its way to the host, which does not wait for it. On a CPU it is there at once."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._event = None
+        if tensor.device.type == "cuda":
+            self.tensor = tensor.to("cpu", non_blocking=True)  # in pinned memory
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        else:
+            self.tensor = tensor.cpu()
+
+    @property
+    def here(self) -> bool:
+        return self._event is None or self._event.query()
+
+
 class _WatchedCriteria(StoppingCriteriaList):
     """Stopping criteria that tell the cache what was generated and which rows have stopped. Their answer is unchanged.
 
     Attributes:
         call: the call.
-        frees: rows that have stopped give their blocks back.
+        frees: rows that have stopped give their blocks back. From a GPU the answer, and what such a row holds, arrive
+            while the next steps are prepared, so it does so a step or two later.
+        answers: answers on their way to the host.
+        stopped: rows that are known to have stopped.
+        leaving: rows that have stopped, and the known ids of all rows, on their way likewise.
     """
 
     call: _Call
     frees: bool
+    answers: deque[_Arriving]
+    stopped: set[int]
+    leaving: deque[tuple[list[int], _Arriving | None]]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         done = super().__call__(input_ids, scores, **kwargs)
@@ -420,11 +493,30 @@ class _WatchedCriteria(StoppingCriteriaList):
             known.note(input_ids, state.columns, known.real)
         if not self.frees:
             return done
-        if isinstance(done, torch.Tensor) and state.rows == done.shape[0] and bool(done.any()):
-            rows = done.nonzero().flatten().tolist()
-            if len(rows) < done.shape[0]:
-                state.finish_rows(rows)
+        if isinstance(done, torch.Tensor) and state.rows == done.shape[0]:
+            self._free(done)
         return done
+
+    def _free(self, done: torch.Tensor) -> None:
+        """Let the rows go that have stopped; `done`: [rows] bool."""
+        state = self.call.cache.state
+        known = state.known
+        self.answers.append(_Arriving(done))
+        while self.answers and self.answers[0].here:
+            stopped = self.answers.popleft().tensor
+            if not bool(stopped.any()):
+                continue
+            rows = stopped.nonzero().flatten().tolist()
+            new = [row for row in rows if row not in self.stopped]
+            if new and len(rows) < len(stopped):
+                self.stopped.update(new)
+                ids = None
+                if known.identity is not None and known.ids is not None:
+                    ids = _Arriving(known.ids[:, : known.columns])
+                self.leaving.append((new, ids))
+        while self.leaving and ((ids := self.leaving[0][1]) is None or ids.here):
+            rows, _ = self.leaving.popleft()
+            state.finish_rows(rows, None if ids is None else ids.tensor)
 
 
 def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
@@ -434,6 +526,7 @@ def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwar
         return criteria  # a beam's rows are candidates, and an assistant's tokens may be taken back
     watched = _WatchedCriteria(criteria)
     watched.call = call
+    watched.answers, watched.stopped, watched.leaving = deque(), set(), deque()
     # Only where a stopped row's next tokens are pads whatever the model says: greedy or sampling, with an EOS
     # criterion.
     watched.frees = (
@@ -454,5 +547,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
     "_prefill": _prefill,
     "_get_stopping_criteria": _get_stopping_criteria,
+    "_update_model_kwargs_for_generation": _update_model_kwargs_for_generation,
     "paged_stats": _paged_stats,
 }

@@ -22,19 +22,22 @@ class GroupPlan:
     Attributes:
         tables: the rows' block tables, already grown for this forward.
         window: tokens a query of these layers sees (from the cache layer's type), or None.
+        chunked: a query sees its own chunk only; chunks of `window` tokens begin at position 0.
         num_blocks: blocks the stores must have memory for.
         past: tokens of each row before this forward, [batch].
         new: tokens of each row stored by this forward, [batch].
         q_len: columns of this forward.
         offsets: where one forward row carries the tokens of many rows, one behind the other ([1, total] instead of
             [batch, columns], no pads): the first column of each row's tokens, [batch]; else None.
-        copies: (source, target) blocks to copy before writing.
+        copies: (source, target) blocks that each layer copies before it writes; none left where the backend has made
+            them in all layers (`KVPool.copy_ahead`).
         live: whether a row still attends; a finished row does not and gets zeros, [batch].
         suffix: every row stores exactly its last `new[i]` columns: true but for pads on the right or in the middle.
         first_column: number of columns before this forward.
         layout: where `suffix` is false: gives, per row, the columns of its stored tokens, counted from the first column
             of the cache, and whether each is a token and not a pad, [past + new] each. (A windowed group stores pads
             behind the first token too: the library's windows count columns.)
+        writer: the backend's way to write (`backends.Writer.write`); None: PyTorch's operators.
         scratch: what a backend works out once per forward.
         replay: a decode step as one layer has computed it, for the group's other layers to repeat (`backends.Replay`);
             None: each goes its own way.
@@ -51,7 +54,9 @@ class GroupPlan:
     suffix: bool
     first_column: int
     layout: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+    chunked: bool = False
     offsets: list[int] | None = None
+    writer: Callable[..., bool] | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
     replay: Any = None
 
@@ -63,13 +68,25 @@ class GroupPlan:
         """First position that the first query of a row may see.
 
         A windowed layer exposes `window - 1` tokens before the forward, whatever the mask says; a sliding mask of
-        `band` tokens bounds each query besides.
+        `band` tokens bounds each query besides, and so does the query's own chunk.
         """
         start = 0
         for width in (self.window, band):
             if width is not None:
                 start = max(start, self.past[row] - width + 1)
+        if self.chunked:
+            assert self.window is not None
+            start = max(start, self.past[row] - self.past[row] % self.window)
         return start
+
+    @property
+    def crosses_chunks(self) -> bool:
+        """Whether the new tokens of some row are of several chunks."""
+        if not self.chunked or self.q_len == 1:
+            return False
+        assert self.window is not None
+        rows = zip(self.past, self.new, strict=True)
+        return any(past // self.window != (past + max(new, 1) - 1) // self.window for past, new in rows)
 
     def shared_spans(self, rows: Sequence[int], least: int) -> list[tuple[list[int], int, int]]:
         """Spans of positions that several rows hold in the same blocks: `(rows, begin, end)`.
@@ -133,6 +150,8 @@ class GroupPlan:
             key, value: [batch, num_kv_heads, q_len, dim]
         """
         memory = self.prepare(store)
+        if self.writer is not None and self.writer(key, value, memory, self):
+            return
         _, heads, q_len, _ = key.shape
         if self.offsets is not None or (q_len >= 16 and self.suffix):
             # Long runs: straight copies, no reordered temporary.
@@ -176,8 +195,8 @@ class GroupPlan:
             if whole:
                 target = target.view(heads, self.batch, self.q_len).transpose(0, 1)
             self.scratch[key] = (
-                None if whole else source.flatten().to(device, torch.int64),
-                target.flatten().to(device, torch.int64),
+                None if whole else source.flatten().to(device, torch.int64, non_blocking=True),
+                target.flatten().to(device, torch.int64, non_blocking=True),
             )
         return self.scratch[key]
 
@@ -186,7 +205,7 @@ class GroupPlan:
         key = ("copies", device)
         if key not in self.scratch:
             sources, targets = zip(*self.copies, strict=True)
-            pairs = torch.tensor([sources, targets], dtype=torch.int64, device=device)
+            pairs = torch.tensor([sources, targets], dtype=torch.int64).to(device, non_blocking=True)
             self.scratch[key] = (pairs[0], pairs[1])
         return self.scratch[key]
 
@@ -216,12 +235,13 @@ class GroupPlan:
         if self.offsets is not None:  # counted in the row's own positions
             first_column, q_len = self.past[row], self.new[row]
         if self.suffix:
-            lead = first_column + q_len - end  # pads are all on the left here
+            lead: int | torch.Tensor = first_column + q_len - end  # pads are all on the left here
             key_columns = torch.arange(begin, end, device=device) + lead
             seen = torch.ones(end - begin, dtype=torch.bool, device=device)
         else:
             columns, real = self._layout()
             key_columns = columns[row][begin:end].to(device)
+            lead = key_columns[:1] - begin
             seen = real[row][begin:end].to(device)
         query_columns = torch.arange(first_column, first_column + q_len, device=device)[:, None]
         mask = (key_columns[None, :] <= query_columns) & seen[None, :]
@@ -229,6 +249,8 @@ class GroupPlan:
             mask &= key_columns[None, :] > query_columns - band
         if self.window is not None:
             mask &= key_columns[None, :] > first_column - self.window
+            if self.chunked:
+                mask &= ((key_columns - lead) // self.window)[None, :] == (query_columns - lead) // self.window
         return mask
 
 

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from . import backends, compat
 from .blocks import BlockPool, PrefixIndex, RowTables
 from .config import PagedConfig
+from .plan import StepPlan
 from .stats import PagedStats
 from .store import LayerStore
 
@@ -27,12 +28,14 @@ class LayerGroup:
 
     Attributes:
         window: tokens a query of these layers sees, itself included; None: all.
+        chunked: a query sees its own chunk only; chunks of `window` tokens.
         layers: indices of the layers.
         blocks: the group's ids.
     """
 
-    def __init__(self, window: int | None, layers: list[int], blocks: BlockPool):
+    def __init__(self, window: int | None, chunked: bool, layers: list[int], blocks: BlockPool):
         self.window = window
+        self.chunked = chunked
         self.layers = layers
         self.blocks = blocks
 
@@ -60,21 +63,21 @@ class KVPool:
         self.model_config = config
         self.owner: weakref.ref[Any] | None = None
         self.config = paged_config if paged_config is not None else PagedConfig()
-        self.backend = backends.choose(self.config.backend, self.config.block_size)
+        self.backend, self.writer = backends.choose(self.config.backend, self.config.block_size)
         self.layer_types = compat.reads_layer_types(config)
         self.has_cross_layers = any(layer_type == compat.CROSS_ATTENTION for layer_type, _ in self.layer_types)
         self.latent = compat.latent_dims(config)  # latent attention: dims of the latent vector and of the rotated key
-        by_window: dict[int | None, list[int]] = {}
+        by_window: dict[tuple[int | None, bool], list[int]] = {}
         self.group_of: dict[int, int] = {}
         for index, (layer_type, arguments) in enumerate(self.layer_types):
             paged, window = compat.window_of(layer_type, arguments)
             if paged:
-                by_window.setdefault(window, []).append(index)
+                by_window.setdefault((window, layer_type == compat.CHUNKED_ATTENTION), []).append(index)
         self.groups: list[LayerGroup] = []
         fixed = self.config.num_blocks
-        for window, layers in by_window.items():
+        for (window, chunked), layers in by_window.items():
             self.group_of.update(dict.fromkeys(layers, len(self.groups)))
-            self.groups.append(LayerGroup(window, layers, BlockPool(fixed or 0, max_blocks=fixed)))
+            self.groups.append(LayerGroup(window, chunked, layers, BlockPool(fixed or 0, max_blocks=fixed)))
         self.index: PrefixIndex | None = None
         if self.config.prefix_caching:
             pools, windows = [group.blocks for group in self.groups], [group.window for group in self.groups]
@@ -112,6 +115,8 @@ class KVPool:
         an operation on this pool, so it may have to wait its turn.
         """
         self._orphans.append((tables, known))
+        if torch._C._len_torch_dispatch_stack():
+            return  # while something is traced, tensors of the cache are nothing to compute with
         if self._lock.acquire(blocking=False):
             try:
                 if self._depth == 0:
@@ -248,6 +253,23 @@ class KVPool:
                 group.blocks.max_blocks = count
                 group.blocks.grow(count)
             self._sized = True
+
+    def copy_ahead(self, step: StepPlan) -> None:
+        """Make a forward's block copies in all layers at once, where the backend can, before any layer writes.
+
+        A layer whose store is not there yet has nothing to copy.
+        """
+        if self.writer is None:
+            return
+        for group, plan in zip(self.groups, step.groups, strict=True):
+            if not plan.copies:
+                continue
+            stores = [self.stores[layer] for layer in group.layers if layer in self.stores]
+            with ExitStack() as locks:  # in the order of layers, and nobody who holds one waits for another
+                for store in stores:
+                    locks.enter_context(store.lock)
+                self.writer.copy(stores, plan)
+            plan.copies = []
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

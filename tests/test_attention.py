@@ -234,10 +234,6 @@ def test_other_patterns_get_their_full_mask(pads):
     patterns = {
         "or": (masking_utils.or_masks(CAUSAL, inside), no_skip),
         "and": (masking_utils.and_masks(CAUSAL, inside), no_skip),
-        "chunked": (
-            masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)),
-            {"local_size": 4},
-        ),
         "bidirectional": (masking_utils.bidirectional_mask_function, no_skip),
     }
     for name, (function, options) in patterns.items():
@@ -258,6 +254,8 @@ def test_other_patterns_get_their_full_mask(pads):
 def test_the_patterns_of_the_library_are_recognised():
     assert compat.mask_pattern(CAUSAL) == ("causal", None)
     assert compat.mask_pattern(SLIDING) == ("sliding", WINDOW)
+    chunked = masking_utils.chunked_causal_mask_function(7, torch.zeros(2, dtype=torch.int64))
+    assert compat.mask_pattern(chunked) == ("chunked", 7)
     assert compat.mask_pattern(masking_utils.and_masks(CAUSAL, CAUSAL)) == ("other", None)
     assert compat.mask_pattern(masking_utils.or_masks(masking_utils.sliding_window_overlay(3), CAUSAL))[0] == "other"
     for family, windows in {"llama": {None}, "mistral": {WINDOW}, "gemma3": {WINDOW, None}}.items():

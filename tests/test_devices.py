@@ -89,7 +89,7 @@ def test_masks_and_tables_go_to_each_device_once():
     assert len(steps) == 3  # a plan a forward, whatever the number of layers
 
     padding = prompts(5, 12)["attention_mask"].bool()
-    mask = hf_paged.lazy.LazyMask.make((2, 1, 1, 12), "cpu", 4, padding, lambda: torch.ones(2, 1, 1, 12).bool())
+    mask = hf_paged.lazy.LazyMask.make((2, 1, 1, 12), "cpu", 4, False, padding, lambda: torch.ones(2, 1, 1, 12).bool())
     moved = mask.to(elsewhere)
     assert type(moved) is hf_paged.lazy.LazyMask and moved.device == elsewhere
     assert (moved.window, moved.padding is padding) == (4, True)

@@ -8,6 +8,8 @@ import torch
 import transformers
 from models import (
     _COMMON,
+    EOS,
+    PAD,
     VOCAB,
     Computed,
     assert_close,
@@ -23,6 +25,7 @@ from models import (
 import hf_paged
 from hf_paged import PagedCache, PagedConfig
 from hf_paged.cache import PagedHybridLayer
+from hf_paged.commands import tiny_models
 
 _MAMBA = dict(mamba_n_heads=4, mamba_d_state=8, mamba_d_conv=4, mamba_chunk_size=4)
 MODELS = {
@@ -61,7 +64,16 @@ MODES = {
 }
 
 
+# Made as the family sweep makes them: hybrid layers behind recurrent ones, and hybrid layers with a window.
+TINY = {"zamba": "ZambaForCausalLM", "zamba2": "Zamba2ForCausalLM", "zaya": "ZayaForCausalLM"}
+NAMES = [*MODELS, *TINY]
+
+
 def make(name):
+    if name in TINY:
+        model = tiny_models.build(name, TINY[name])
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = EOS, PAD
+        return model
     kind, arguments = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**_COMMON, **arguments})
@@ -74,7 +86,7 @@ def make_pair(name, **options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_same_tokens(name, mode):
     """Left pads and all; nothing goes a dense way."""
     plain, paged = make_pair(name)
@@ -95,7 +107,7 @@ def test_the_prompt_is_computed_once(name):
     assert computed.since() == 12  # again: a state has no place in the prefix index
 
 
-@pytest.mark.parametrize("name", ["jamba", "falcon_h1"])
+@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "zaya"])
 def test_a_chat_in_one_cache(name):
     """As with the library's cache, whatever a model makes of several tokens behind a state."""
     answers = []
@@ -108,7 +120,7 @@ def test_a_chat_in_one_cache(name):
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("name", ["jamba", "falcon_h1"])
+@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "zaya"])
 def test_a_fork_has_a_state_of_its_own(name):
     """Two ways on from one prompt, each as if it were alone."""
     plain = make(name)
@@ -127,7 +139,7 @@ def test_a_fork_has_a_state_of_its_own(name):
     cache.check()
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "zaya", "zamba"])
 def test_rows_can_be_picked(name):
     plain, paged = make_pair(name)
     kept = {"return_dict_in_generate": True, "max_new_tokens": 3, "min_new_tokens": 3}
@@ -162,7 +174,23 @@ def test_hybrid_layers_are_paged():
     assert paged.paged_stats().used_blocks == 0 and cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "lfm2"])
+def test_hybrid_layers_with_a_window():
+    """ZAYA: far beyond the window, rows of unlike length; what left the window is given back, the states stay."""
+    plain, paged = make_pair("zaya")
+    window = plain.config.sliding_window
+    kept = {"return_dict_in_generate": True, "max_new_tokens": 3 * window, "output_logits": True}
+    for options in ({}, {"num_beams": 3}):
+        output = run(paged, prompts(5, 19), **kept, **options)
+        assert_close(run(plain, prompts(5, 19), **kept, **options), output)
+        cache = paged_part(output)
+        assert [type(layer) for layer in cache.layers] == [PagedHybridLayer] * 2
+        held = [max(len(row.blocks) for row in tables.rows) for tables in cache.state.tables]
+        assert min(held) <= -(-window // 4) + 1 < max(held)
+        assert {layer.conv_states[0].shape[0] for layer in cache.layers} == {2 * options.get("num_beams", 1)}
+        cache.check()
+
+
+@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "lfm2", "zaya"])
 def test_chunks(name):
     plain, paged = make_pair(name)
     assert_equal(plain, paged, prompts(13, 13), max_new_tokens=5, prefill_chunk_size=5)

@@ -161,8 +161,7 @@ def test_prefix_hits_beyond_the_window(family):
         before = paged.paged_stats().prefix_hit_tokens
         assert torch.equal(expected, run(paged, inputs, max_new_tokens=WINDOW + 2, **options))
         paged.paged_pool.check()
-    if family != "llama4":
-        assert paged.paged_stats().prefix_hit_tokens - before >= 3 * WINDOW
+    assert paged.paged_stats().prefix_hit_tokens - before >= 3 * WINDOW
 
 
 @pytest.mark.parametrize("length", [5, WINDOW, 3 * WINDOW])
@@ -182,11 +181,12 @@ def test_drafts_across_the_window(family, length):
         assert_equal(plain, paged, inputs, **options)
 
 
-def test_chunked_attention_is_counted():
-    """Its layers keep a chunk in blocks, but attend with the library's full mask."""
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 5}], ids=str)
+def test_chunked_attention_is_over_blocks(options):
+    """Chunks are counted from a row's first token, so the pads before it shift nothing."""
     plain, paged = pair("llama4", block_size=4)
-    assert_equal(plain, paged, prompts(5, 3 * WINDOW), max_new_tokens=WINDOW + 2, num_beams=2)
-    assert "dense attention: a custom attention mask" in paged.paged_stats().fallbacks
+    assert_equal(plain, paged, prompts(5, 3 * WINDOW, WINDOW, 1), max_new_tokens=2 * WINDOW + 2, **options)
+    assert not [reason for reason in paged.paged_stats().fallbacks if "dense" in reason]
 
 
 def test_dense_views_hold_the_window():

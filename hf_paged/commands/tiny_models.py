@@ -43,7 +43,7 @@ _BY_SIZE: dict[int, str] = {
         text_hidden_size dim_model lm_hidden_size encoder_dim decoder_dim cross_attention_hidden_size
         encoder_hidden_size out_dim output_size text_embed_dim vision_hidden_size visual_hidden_size
         audio_hidden_size d_embed lru_width attention_hidden_size adapter_hidden_size emb_dim input_dim
-        output_hidden_size codebook_size rnn_hidden_size
+        output_hidden_size codebook_size rnn_hidden_size hidden_size_global backbone_hidden_size
     """,
     96: """
         intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner intermediate_size_mlp mlp_dim
@@ -99,7 +99,7 @@ _BY_SIZE: dict[int, str] = {
     """,
     VOCAB: """
         vocab_size text_vocab_size vocab_size_per_layer_input decoder_vocab_size char_vocab_size
-        t2u_vocab_size encoder_vocab_size src_vocab_size tgt_vocab_size audio_vocab_size
+        t2u_vocab_size encoder_vocab_size src_vocab_size tgt_vocab_size audio_vocab_size unpadded_vocab_size
     """,
     WINDOW: """
         qk_rope_head_dim mamba_d_state state_size ssm_state_size mamba_chunk_size chunk_size laurel_rank
@@ -115,6 +115,7 @@ def _rope(sections: list[int]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
 
 
+_DECODER = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True}
 # Stands for a vision tower that needs packages beyond Transformers' own. Text alone never runs it.
 _NO_TIMM = transformers.CLIPVisionConfig(
     hidden_size=64,
@@ -127,6 +128,30 @@ _NO_TIMM = transformers.CLIPVisionConfig(
 )
 
 
+class _NoTimmConfig(transformers.Gemma3nVisionConfig):
+    """The same for Gemma 3n, which takes no other config than its own."""
+
+    model_type = "no_timm"
+
+
+class _NoTimm(transformers.PreTrainedModel):
+    config_class = _NoTimmConfig
+
+
+transformers.AutoModel.register(_NoTimmConfig, _NoTimm, exist_ok=True)
+# Parts with which a config is made at first, where defaults alone make none, or not what its model needs.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "encoder-decoder": {"encoder": {"model_type": "bert"}, "decoder": _DECODER},
+    "speech-encoder-decoder": {"encoder": {"model_type": "wav2vec2"}, "decoder": _DECODER},
+    "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": _DECODER},
+    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+    "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
+    "granite4_vision": {"text_config": {"model_type": "granite4_vision_text"}},
+}
+_ASSISTANT = {"num_hidden_layers": 2, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 # model type of a config (the whole model's or a part's) -> fields that shrinking alone does not get right.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": _rope([2, 3, 3])},
@@ -138,6 +163,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": {"rope_parameters": _rope([2, 3, 3])},
     "cosmos3_edge_text": {"rope_parameters": _rope([2, 3, 3])},
     "ernie4_5_vl_moe_text": {"rope_parameters": _rope([3, 3, 2])},
+    "apertus1p5": {"image_token_offset": 100, "audio_token_offset": 164},
+    "apertus1p5_vision_tokenizer": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
     "blip-2": {"image_token_index": FIRST_SPECIAL + 50, "num_query_tokens": 4},
     "blt": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 2},
     "dia_decoder": {
@@ -146,6 +173,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "cross_num_key_value_heads": 4,
         "cross_head_dim": 16,
     },
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
     "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1], "hidden_size": 32, "num_res_blocks": 1},
@@ -158,7 +186,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "projection_dim": 64,
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "gemma3n": {"vision_config": _NO_TIMM},
+    "gemma4_assistant": {
+        "text_config": {**_ASSISTANT, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
+    "gemma4_unified_assistant": {"text_config": _ASSISTANT},
+    "gemma3n": {"vision_config": _NoTimmConfig(hidden_size=64)},
     "instructblip": {"image_token_index": FIRST_SPECIAL + 50},
     "instructblipvideo": {"video_token_index": FIRST_SPECIAL + 50},
     "mimi": {
@@ -172,6 +204,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "perception_lm": {"vision_config": _NO_TIMM},
     "xlm": {"causal": True},
+    "zaya": {"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": WINDOW},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 6,
@@ -182,6 +215,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "mpt": {"use_cache": True},
     "muse_spark_audio": {"num_hidden_layers": 4},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]},
     "wavtokenizer": {"codebook_dim": 64},
     "wavtokenizer_encoder": {"codebook_dim": 64},
     "chameleon": {"vocabulary_map": {"<image>": 300, "IMGIMGAZ": 301}},
@@ -230,7 +266,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "is_decoder": True, "attn_layers": ["local", "lsh"]},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "big_bird": {"attention_type": "original_full"},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _rope([3, 3, 2])}},
     "led": {"attention_window": 8, "max_encoder_position_embeddings": 256, "max_decoder_position_embeddings": 256},
     "glm5_next_text": {"index_kpool": 4},
     "step3p7_text": {"sliding_window": WINDOW},
@@ -250,9 +286,9 @@ def entries() -> list[tuple[str, str, str]]:
     return [(task, model_type, one) for (model_type, one), task in seen.items() if one not in NOT_GENERATING]
 
 
-def _default(config_class: type) -> Any:
-    """A config with nothing but defaults."""
-    return config_class()
+def _default(config_class: Any) -> Any:
+    """A config with as little beside defaults as it can be made with."""
+    return config_class(**copy.deepcopy(DEFAULTS.get(config_class.model_type, {})))
 
 
 @functools.cache
@@ -289,6 +325,9 @@ def shrink(config: PreTrainedConfig, model_type: str | None = None, **extra: Any
     except Exception:
         plain = None
     names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(vars(config))
+    parts_needed = getattr(kind, "has_no_defaults_at_init", False)
+    if parts_needed:
+        names = list(dict.fromkeys([*names, *kind.sub_configs]))
     arguments: dict[str, Any] = {}
     for name in names:
         value = _value(config, name)
@@ -329,6 +368,10 @@ def shrink(config: PreTrainedConfig, model_type: str | None = None, **extra: Any
         if name in arguments and len(arguments[name]) < layers:
             pattern = arguments[name]
             arguments[name] = [pattern[min(i, len(pattern) - 1)] for i in range(layers)]
+    if parts_needed:
+        arguments = {
+            name: value.to_dict() if isinstance(value, PreTrainedConfig) else value for name, value in arguments.items()
+        }
     if layers != arguments.get("num_hidden_layers", layers):
         arguments["num_hidden_layers"] = layers
     for name, value in overrides.items():
@@ -395,12 +438,17 @@ def build(model_type: str, class_name: str, seed: int = 0, spread: float = 0.15)
         model.generation_config.composer_to_feature_token = {
             f"composer{index}": FIRST_SPECIAL for index in range(config.composer_vocab_size)
         }
+    if model_type in ("musicgen", "musicgen_melody"):
+        model.generation_config.num_return_sequences = 1  # read without a default by their own generate()
     generator = torch.Generator().manual_seed(seed + 1)
     for name, parameter in model.named_parameters():
         if "sinks" in name:
             parameter.data.normal_(0, 2.0, generator=generator)
         elif parameter.ndim >= 2:
             parameter.data.normal_(0, spread, generator=generator)
+    for name, buffer in model.named_buffers():
+        if "embed_sum" in name:  # a codebook: all zeros at first
+            buffer.normal_(0, spread, generator=generator)
     return model
 
 
@@ -431,9 +479,12 @@ def inputs_for(model: Any, lengths: tuple[int, ...], changed: bool = False) -> M
     rows = len(lengths)
     generator = torch.Generator().manual_seed(7)
     if main == "input_ids" or config.model_type in TEXT_FIRST:
+        if config.model_type in UNPADDED:
+            lengths = (max(lengths),) * rows
         inputs = text_inputs(lengths, "right" if config.is_encoder_decoder else "left")
         if changed:
             place = 0 if config.is_encoder_decoder else int((inputs["attention_mask"][0] == 0).sum())
+            place = -1 if config.model_type in LAST_TOKEN_ALONE else place
             inputs["input_ids"][0, place] = 3 + (inputs["input_ids"][0, place] - 3 + 5) % (FIRST_SPECIAL - 3)
         made = MORE_INPUTS.get(config.model_type)
         if made is not None:
@@ -454,6 +505,10 @@ def inputs_for(model: Any, lengths: tuple[int, ...], changed: bool = False) -> M
 
 # Models that say their main input is something else and generate from text alone.
 TEXT_FIRST: frozenset[str] = frozenset()
+# Models that, given a cache, read the last token of a prompt and nothing before it.
+LAST_TOKEN_ALONE = frozenset(("musicgen_decoder",))
+# Models that cut left-padded prompts at the wrong end.
+UNPADDED = frozenset(("xlm",))
 # Main input, or model type -> shape of one row.
 SHAPES: dict[str, Any] = {
     "pixel_values": lambda config: (3, _image_size(config), _image_size(config)),
@@ -500,19 +555,21 @@ MORE_INPUTS: dict[str, Any] = {
         "pixel_values": torch.randn(len(inputs["input_ids"]), 1, 3, 28, 28, generator=generator),
         "image_attention_mask": torch.ones(*inputs["input_ids"].shape, 1, dtype=torch.long),
     },
+    "voxtral_realtime": lambda config, inputs, generator: {
+        "input_features": torch.randn(len(inputs["input_ids"]), 16, 8 * 32, generator=generator)
+    },
     "kosmos-2": lambda config, inputs, generator: {
         "pixel_values": torch.randn(len(inputs["input_ids"]), 3, 28, 28, generator=generator),
         "image_embeds_position_mask": torch.zeros_like(inputs["input_ids"])
         .index_fill_(1, torch.arange(10, 14), 1)
         .long(),
     },
-    "musicgen_decoder": lambda config, inputs, generator: {
-        "encoder_hidden_states": torch.randn(len(inputs["attention_mask"]), 4, 64, generator=generator),
-        "input_ids": inputs["input_ids"].remainder(59).add(1).repeat_interleave(config.num_codebooks, 0),
-    },
-    "musicgen_melody_decoder": lambda config, inputs, generator: {
-        "input_ids": inputs["input_ids"].remainder(59).add(1).repeat_interleave(config.num_codebooks, 0)
-    },
+    **dict.fromkeys(
+        ("musicgen_decoder", "musicgen_melody_decoder"),
+        lambda config, inputs, generator: {
+            "input_ids": inputs["input_ids"].remainder(59).add(1).repeat_interleave(config.num_codebooks, 0)
+        },
+    ),
     "udop": lambda config, inputs, generator: {"bbox": torch.rand(*inputs["input_ids"].shape, 4, generator=generator)},
     "pix2struct": lambda config, inputs, generator: {
         "flattened_patches": torch.cat(
@@ -530,7 +587,7 @@ MAIN_INPUT: dict[str, str] = {
 
 
 # What a modeling file's text says of its attention, and of what it keeps beside it.
-_TRAITS = (
+TRAITS = (
     "ALL_ATTENTION_FUNCTIONS",
     "def expand_kv",
     "sliding_window",
@@ -548,18 +605,22 @@ _TRAITS = (
 )
 
 
+@functools.cache
+def traits(model_type: str) -> frozenset[str]:
+    """Which of `TRAITS` the modeling files of a model type have."""
+    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
+    text = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
+    return frozenset(trait for trait in TRAITS if trait in text)
+
+
 def third(chosen: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """A third of the entries, the same each time: of every kind of attention the first, the fourth, the seventh and so
-    on. Kinds are told apart by what the modeling files contain."""
-    folder = Path(transformers.__file__).parent / "models"
-    kinds: dict[tuple, int] = {}
-    kept = []
+    """A third of the entries, the same each time: the first of each kind of attention, and of the others as many as are
+    left of the third, in even steps. Kinds are told apart by `traits` and task."""
+    firsts: dict[tuple, tuple[str, str, str]] = {}
     for entry in chosen:
-        task, model_type, _ = entry
-        files = sorted((folder / model_type_to_module_name(model_type)).glob("modeling_*.py"))
-        text = "".join(file.read_text() for file in files)
-        kind = (task, *(trait in text for trait in _TRAITS))
-        place = kinds[kind] = kinds.get(kind, -1) + 1
-        if place % 3 == 0:
-            kept.append(entry)
-    return kept
+        firsts.setdefault((entry[0], traits(entry[1])), entry)
+    kept = set(firsts.values())
+    others = [entry for entry in chosen if entry not in kept]
+    more = max(0, -(-len(chosen) // 3) - len(kept))
+    kept.update(others[place * len(others) // more] for place in range(more))
+    return [entry for entry in chosen if entry in kept]

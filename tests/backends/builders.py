@@ -77,6 +77,8 @@ class Step:
                     first = max(first, position - call.band + 1)
                 if self.plan.window is not None:  # what a windowed layer still holds when the forward begins
                     first = max(first, past - self.plan.window + 1)
+                if self.plan.chunked:
+                    first = max(first, position // self.plan.window * self.plan.window)
                 if not self.plan.live[row]:
                     continue
                 out[row, query] = softmax_attention(
@@ -132,6 +134,7 @@ class Batch:
         shape: sizes of the layer.
         block_size: tokens per block.
         window: the group's window, or None.
+        chunked: a query sees its own chunk of `window` tokens only.
         scattered: no two blocks of a row are adjacent.
         seed: of every random tensor.
     """
@@ -143,11 +146,12 @@ class Batch:
         *,
         block_size: int = 4,
         window: int | None = None,
+        chunked: bool = False,
         scattered: bool = False,
         seed: int = 0,
     ):
         self.shape = shape = shape or Shape()
-        self.window = window
+        self.window, self.chunked = window, chunked
         self.generator = torch.Generator().manual_seed(seed)
         self.pool = ScatteredPool(4096 // block_size, seed) if scattered else BlockPool()
         self.tables = RowTables(self.pool, block_size)
@@ -183,6 +187,7 @@ class Batch:
         plan = GroupPlan(
             tables=self.tables,
             window=self.window,
+            chunked=self.chunked,
             num_blocks=self.pool.num_blocks,
             past=past,
             new=counts,

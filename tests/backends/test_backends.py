@@ -205,6 +205,18 @@ def test_chunks_that_cross_the_window_one_two_and_five_at_a_time(first, window, 
     assert all(len(row.blocks) <= -(-(window + 5) // 4) + 1 for row in batch.tables.rows)
 
 
+@pytest.mark.parametrize("options", CALLS.values(), ids=list(CALLS))
+@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize("chunk", [5, 8])
+@pytest.mark.parametrize("first", [1, 4, 5, 8, 24])
+def test_a_query_sees_its_own_chunk(first, chunk, size, options, thresholds):
+    batch = Batch(3, window=chunk, chunked=True, block_size=size)
+    agree(batch.step([first, max(first - 3, 0), 1], first), AttentionCall(0.3, chunk, **options))
+    batch.select([0, 0, 1, 2])
+    for q_len in (1, 2, 5, 1, 5, 2, *[1] * chunk):
+        agree(batch.step(q_len), AttentionCall(0.3, chunk, **options))
+
+
 def test_a_prefill_many_windows_long_is_right_where_whole_stretches_of_keys_are_masked():
     """Longer than a tile of PyTorch's CPU kernel (512 keys), so that whole tiles are masked for a query."""
     batch = Batch(1, Shape(1, 1), block_size=16)
@@ -675,9 +687,9 @@ def slots_of(piece, place: int) -> list[int]:
 
 
 def test_backends_are_chosen_by_name():
-    assert choose("reference") is reference.attend
-    assert choose("torch") is torch_strided.attend
-    assert choose("auto") is native.attend
+    assert choose("reference").attend is reference.attend
+    assert choose("torch").attend is torch_strided.attend
+    assert choose("auto").attend is native.attend
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -66,6 +66,23 @@ class Paged:
         whole = self.random(sum(self.query_lengths), self.num_heads + 1, self.key_dim).to(query_dtype)
         self.query = whole[:, 1:]
 
+    def spread(self) -> None:
+        """Move the rows to a store of more than 2**31 elements, half of the blocks to its far end.
+
+        Keys and values become one. The memory is asked for and never touched but at the blocks that are in use.
+        """
+        used = self.table.unique().tolist()
+        block = self.block_size * self.key_dim
+        last = 2**31 // (4 * block) * 5 // self.kv_heads
+        far = torch.empty(self.kv_heads, last + 1, self.block_size, self.key_dim, dtype=self.dtype)
+        assert max(last * far.stride(1), (self.kv_heads - 1) * far.stride(0)) > 2**31
+        for index, old in enumerate(used):
+            new = index + 1 if index % 2 else last - index
+            far[:, new] = self.keys[:, old]
+            self.table[self.table == old] = -new  # not to be taken for an old id
+        self.table.neg_()
+        self.keys = self.values = far
+
     @property
     def num_heads(self) -> int:
         return self.kv_heads * self.group

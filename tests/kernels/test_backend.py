@@ -54,6 +54,17 @@ def test_windows_and_the_blocks_that_left_them(window, band):
         agree(step, band=band)
 
 
+def test_chunks():
+    batch = Batch(2, window=8, chunked=True)
+    for q_len in (3, 1, 2, 2, *[1] * 9):
+        agree(batch.step(q_len), band=8)
+
+
+def test_queries_of_several_chunks_are_left_to_the_other_backend(monkeypatch):
+    step = Batch(2, window=8, chunked=True).step([9, 3])
+    assert not backend._has_kernels(step.query, step.store.memory, step.plan, step.call(band=8))
+
+
 @pytest.mark.parametrize("shape", [Shape(2, 3, 40, 24), Shape(1, 7, 80), Shape(2, 2, 16, dtype=torch.float16)], ids=str)
 def test_shapes(shape):
     for step in ragged(4, shape):
@@ -102,7 +113,7 @@ def written_alike(step: Step) -> None:
             memory.key_slots[:, slot] = memory.value_slots[:, slot] = float("nan")
     assert not torch.equal(memory.keys, right[0])
     step.plan.scratch.clear()
-    backend.write(step.key, step.value, memory, step.plan)
+    assert backend.write(step.key, step.value, memory, step.plan)
     for written, expected in zip((memory.keys, memory.values), right, strict=True):
         torch.testing.assert_close(written, expected, atol=0, rtol=0, equal_nan=True)
 
@@ -114,6 +125,11 @@ def test_write_puts_tokens_where_the_plan_does():
     batch = PaddedBatch(3)
     for columns in (["ab..c", "abcde", "..abc"], ["a", ".", "b"], ["a.b", "..c", "def"]):
         written_alike(batch.step(columns))
+
+
+def test_write_to_a_store_in_another_dtype():
+    for step in ragged(4, Shape(stored_as=torch.float16)):
+        written_alike(step)
 
 
 def test_write_of_a_packed_forward():
@@ -234,4 +250,4 @@ def test_numbers_are_sent_at_aligned_addresses():
 
 
 def test_the_backend_is_chosen_by_name():
-    assert choose("triton") is backend.attend
+    assert choose("triton") == (backend.attend, backend.writer)

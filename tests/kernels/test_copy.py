@@ -53,6 +53,19 @@ def test_no_copies():
     agree([torch.randn(2, 9, 4, 16)], [], launches=1)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 5], ids=["far blocks", "far heads"])
+def test_a_store_of_more_than_2_to_the_31_words(kv_heads):
+    """Addresses are computed in 64 bits. The memory is asked for and never touched but at a few blocks."""
+    size, dim = 511, 81  # odd, so that a word is a byte
+    last = 2**31 // (4 * size * dim) * 5 // kv_heads | 1
+    store = torch.empty(kv_heads, last + 1, size, dim, dtype=torch.uint8)[:, :last]
+    assert max((last - 1) * store.stride(1), (kv_heads - 1) * store.stride(0)) > 2**31
+    near, far = (torch.randint(256, (kv_heads, size, dim), dtype=torch.uint8) for _ in range(2))
+    store[:, 3], store[:, last - 1] = near, far
+    copy_blocks(store_sets([store]), torch.tensor([3, last - 1]), torch.tensor([last - 2, 4]))
+    assert torch.equal(store[:, last - 2], near) and torch.equal(store[:, 4], far)
+
+
 def test_the_same_set_serves_many_copies():
     stores = [torch.randn(2, 9, 4, 16) for _ in range(2)]
     sets = store_sets(stores)

@@ -175,3 +175,10 @@ def test_quantised_storage_is_refused():
             longest_query=3,
             v_scale=torch.ones(1),
         )
+
+
+@pytest.mark.parametrize("kv_heads", [1, 5], ids=["far blocks", "far heads"])
+def test_a_store_of_more_than_2_to_the_31_elements(kv_heads):
+    rows = Paged([301, 290], [3, 2], block_size=256, key_dim=80, kv_heads=kv_heads, dtype=FLOAT16)
+    rows.spread()
+    agree(rows, splits=2, scale=0.1)

@@ -101,6 +101,15 @@ def test_unused_slots_may_hold_anything(poison):
     agree(Paged([33, 34, 40], poison=poison, block_size=16, kv_heads=1), [([0, 2], 0, 32)], (2, 1))
 
 
+@pytest.mark.parametrize("kv_heads", [1, 5], ids=["far blocks", "far heads"])
+def test_a_store_of_more_than_2_to_the_31_elements(kv_heads):
+    rows = Paged([521, 530], block_size=256, key_dim=80, kv_heads=kv_heads, dtype=torch.float16)
+    spans: Spans = [([0, 1], 0, 512)]
+    share(rows, spans)
+    rows.spread()
+    agree(rows, spans, (2, 1), scale=0.1)
+
+
 def test_spans_are_packed_with_their_depth():
     packed = pack_spans(NESTED, [50, 40, 37, 49, 21], 3, "cpu")
     assert packed.members.tolist() == [0, 1, 2, 3, 0, 3, 1, 2]

@@ -80,7 +80,7 @@ def alibi_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: LazyKV,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Any,
     scaling: float,
     slopes: torch.Tensor,
     by_column: bool = False,
@@ -96,8 +96,15 @@ def alibi_attention(
         [batch, q_len, num_heads, value_dim]; None, counted, where it has to be computed densely. The step is written
         then, as far as the mask says what to write.
     """
-    kwargs = {"alibi_slopes": slopes, "alibi_by_column": by_column}
+    if torch.compiler.is_compiling():  # the frames before this one were not
+        return _alibi_outside(module, query, key, attention_mask, scaling, slopes, by_column)
+    if isinstance(attention_mask, TracedMask):
+        attention_mask = attention_mask.lazy()
+    kwargs = {"alibi_column_slopes" if by_column else "alibi_slopes": slopes}
     return _over_blocks(module, query, key, attention_mask, 0.0, scaling, kwargs, None)
+
+
+_alibi_outside = torch.compiler.disable(alibi_attention)
 
 
 def _over_blocks(
@@ -148,7 +155,7 @@ def _repeat(
     replay = step.groups[layer.group].replay
     if replay is None or replay.mask is not mask or replay.scale != scaling or dropout:
         return None
-    if replay.slopes is not kwargs.get("alibi_slopes"):
+    if replay.slopes is not _slopes_of(kwargs):
         return None
     if not _UNLIKE_KEYWORDS.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _UNLIKE_KEYWORDS):
         return None
@@ -160,6 +167,11 @@ def _repeat(
         layer._pending = None
         state.wrote()
     return out
+
+
+def _slopes_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    slopes = kwargs.get("alibi_slopes")
+    return kwargs.get("alibi_column_slopes") if slopes is None else slopes
 
 
 def _why_dense(
@@ -215,8 +227,8 @@ def _attend(
         plan, hides = committed
     if hides or (layer.state.blind and layer.state.hidden_by(padding)):
         return "the attention mask hides tokens that the cache holds"
-    slopes = kwargs.get("alibi_slopes")
-    if kwargs.get("alibi_by_column") and not plan.suffix:
+    slopes = _slopes_of(kwargs)
+    if kwargs.get("alibi_column_slopes") is not None and not plan.suffix:
         return "ALiBi that counts pads"
     if plan.window is not None and (band is None or band > plan.window):
         # The mask lets queries see further than the cache keeps: what a token saw depends on how its prompt was cut.
@@ -359,7 +371,10 @@ def dense_attention(
     `attn_implementation="hf_paged"` has no before: it gets SDPA, or its eager function where SDPA would drop a softcap
     or sinks. Causality aligns lower-right: the last query sees every key.
     """
-    if isinstance(attention_mask, LazyMask):
+    if _slopes_of(kwargs) is not None:
+        attention_mask = _alibi_mask(query, key, attention_mask, kwargs)
+        kwargs = {name: entry for name, entry in kwargs.items() if not name.startswith("alibi_")}
+    elif isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.materialize("dense attention")
     elif isinstance(attention_mask, TracedMask):
         attention_mask = attention_mask.library()
@@ -396,6 +411,33 @@ def dense_attention(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     return eager(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _alibi_mask(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A mask to be added that has ALiBi's bias in it, [batch, num_heads, q_len, kv_len], for a compiled model whose
+    attention has to be dense.
+
+    Args:
+        mask: one of ours, or a bool one of what is seen; None: plain causal.
+    """
+    q_len, kv_len = query.shape[2], key.shape[2]
+    columns = torch.arange(kv_len, device=query.device)
+    places = columns[None]
+    if isinstance(mask, LazyMask):
+        if mask.padding is not None and kwargs.get("alibi_column_slopes") is None:
+            places = mask.padding[:, :kv_len].to(query.device).long().cumsum(1)
+            places = torch.nn.functional.pad(places, (0, kv_len - places.shape[1]))
+        mask = mask.materialize("dense attention")
+    if mask is None:
+        mask = (columns <= columns[kv_len - q_len :, None])[None, None]
+    slopes = _slopes_of(kwargs)
+    assert slopes is not None
+    bias = slopes[:, None, None] * (places - places.amax(1, keepdim=True))[:, None, None]
+    if mask.dtype != torch.bool:
+        return (bias + mask).to(query.dtype)
+    return torch.where(mask, bias, torch.finfo(query.dtype).min).to(query.dtype)
 
 
 # What each patched model's attention implementation was before, by the identity of its config (configs are not

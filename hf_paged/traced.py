@@ -8,7 +8,6 @@ Where a graph breaks they go on as they are, and the op is called outside of a g
 
 import itertools
 import weakref
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -197,7 +196,13 @@ class TracedMask(Traced):
         self.eager = eager
 
     def materialize(self) -> torch.Tensor:
-        return compat.full_mask(self._whole(), self.eager)
+        return compat.full_mask(self._whole(), self.eager).to(self.dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """One that is added becomes one of what is hidden, as of a tensor; it stays a traced one."""
+        if args != (torch.bool,) or kwargs:
+            return self.materialize().to(*args, **kwargs)
+        return TracedMask(self.shape, torch.bool, self.window, self.arguments, self.eager)
 
     def library(self) -> torch.Tensor | None:
         """What the library's mask function gives; None where its attention needs no mask."""
@@ -205,8 +210,7 @@ class TracedMask(Traced):
 
     def lazy(self) -> LazyMask:
         """The same for a forward that runs: of a forward whose other frames are not compiled."""
-        build = partial(compat.full_mask, self._whole(), self.eager)
-        return LazyMask.make(self.shape, self.device, self.window, False, self.padding, build, self.dtype)
+        return LazyMask.make(self.shape, self.device, self.window, False, self.padding, self.materialize, self.dtype)
 
     def _whole(self) -> dict[str, Any]:
         return {**self.arguments, "mask_function": compat.mask_function_of(self.window)}

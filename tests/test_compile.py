@@ -340,3 +340,15 @@ def test_the_op_is_what_it_says():
         (key, value, True, cache.handle.number, 0, cache.get_seq_length() + 3),
         test_utils="test_schema",
     )
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_alibi_stays_over_blocks(family):
+    plain, paged = compiled_pair(family)
+    agree(plain, paged, prompts(5, 12), max_new_tokens=5)
+    agree(plain, paged, prompts(9), max_new_tokens=5, num_beams=3)
+    assert paged.paged_stats().fallbacks == {}
+    right = prompts(5, 12, side="right")
+    agree(plain, paged, right, max_new_tokens=5)
+    reasons = [] if family == "bloom" else ["dense attention: ALiBi that counts pads"]
+    assert list(paged.paged_stats().fallbacks) == reasons

@@ -432,6 +432,7 @@ class PagedCache(compat.DynamicCache):
         self.state.columns, self.state.step = columns, None
         for layer in self.paged_layers:
             layer.columns = columns
+            layer._store = layer._store or self.pool.stores.get(layer.index)  # may be read before it is written to
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change.

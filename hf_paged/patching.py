@@ -3,6 +3,7 @@
 Nothing of `generate` is copied. Functions of this module are bound to the instance over the methods that `generate`
 calls through `self`, so that a deep-copied model is patched for itself:
 
+- `_expand_inputs_for_generation` notes what a prompt with images was before it was repeated for beams or samples;
 - `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
 - `_prefill` computes what is not there yet, once (see `prefill`);
 - `_update_model_kwargs_for_generation` and `prepare_inputs_for_generation` vouch for a mask that has been seen but for
@@ -11,9 +12,11 @@ calls through `self`, so that a deep-copied model is patched for itself:
   give their blocks back.
 """
 
+import contextvars
 import copy
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -229,6 +232,26 @@ class _Call:
         self.copies = copies  # rows made of one prompt
         self.owned = owned  # the cache was made here and nobody sees it afterwards
         self.mode = str(getattr(generation_mode, "value", generation_mode))
+        self.before: prefill.Unrepeated | None = None
+
+
+# From `_expand_inputs_for_generation` to `_prepare_cache_for_generation`, which generate() calls one after the other.
+_unrepeated: contextvars.ContextVar[prefill.Unrepeated | None] = contextvars.ContextVar(
+    "hf_paged_unrepeated", default=None
+)
+
+
+def _expand_inputs_for_generation(
+    self: Any, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **model_kwargs: Any
+) -> Any:
+    before = None
+    if expand_size > 1 and input_ids is not None and self.config.model_type in prefill.IMAGES_ONCE:
+        before = prefill.Unrepeated(input_ids, model_kwargs)
+    _unrepeated.set(before)
+    library = inspect.getattr_static(type(self), "_expand_inputs_for_generation")  # up to 5.23 a static method
+    return library.__get__(self, type(self))(
+        expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+    )
 
 
 def _state_of(model: Any) -> PatchState:
@@ -251,6 +274,8 @@ def _prepare_cache_for_generation(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
         )
     state = _state_of(self)
+    before = _unrepeated.get()
+    _unrepeated.set(None)
     if generation_config.output_attentions:
         raise ValueError(
             "output_attentions=True needs the eager attention implementation, which hf_paged replaces. Call "
@@ -297,7 +322,8 @@ def _prepare_cache_for_generation(
     else:
         model_kwargs[name] = cache
     owned = not generation_config.return_dict_in_generate and not generation_config.is_assistant
-    generation_config._hf_paged_call = _Call(cache, copies, owned, generation_mode)
+    call = generation_config._hf_paged_call = _Call(cache, copies, owned, generation_mode)
+    call.before = before
     return result
 
 
@@ -348,6 +374,12 @@ def _prefill(
             known.clear()
         if repeats > 1 and reason is None:
             reason = _why_not_once(input_ids, model_kwargs, repeats, cache)
+        before = None  # the keywords of the rows before they were repeated
+        if repeats > 1 and reason is not None and call.before is not None:
+            if not prefill.why_images_are_not_once(self, input_ids, generation_config, model_kwargs, cache):
+                before = call.before.for_images(self, input_ids, model_kwargs, repeats)
+            call.before = None
+            reason = None if before is not None else reason
         if repeats > 1 and reason is not None:
             state.pool.count_fallback(
                 f"the prompt is computed once per beam or sample: {reason}", cache.state.fallbacks
@@ -355,9 +387,9 @@ def _prefill(
         if repeats == 1 or reason is not None:
             outputs = compute(input_ids, model_kwargs)
         else:
-            outputs = compute(
-                input_ids[::repeats], prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
-            )
+            if before is None:
+                before = prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
+            outputs = compute(input_ids[::repeats], before)
             cache.batch_repeat_interleave(repeats)
             outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
         if known.identity is not None:
@@ -544,6 +576,7 @@ def _paged_stats(self: Any) -> PagedStats:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
+    "_expand_inputs_for_generation": _expand_inputs_for_generation,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
     "_prefill": _prefill,
     "_get_stopping_criteria": _get_stopping_criteria,

@@ -10,6 +10,7 @@ What `patching` calls in place of the library's `_prefill`, for a cache that is 
 """
 
 import contextvars
+import copy
 import hashlib
 import itertools
 import secrets
@@ -48,6 +49,11 @@ PACKED_COMPOSITES = frozenset(
         "qianfan_ocr", "qwen3_asr", "gemma3", "smolvlm", "video_llava", "vipllava", "voxtral",
     )
 )  # fmt: skip
+# Models whose prompts with images are computed once for their beams or samples: what a row gives depends on it and its
+# images alone, and nothing of them is kept in the model. The tests compare each.
+IMAGES_ONCE = frozenset(("gemma3", "llava"))
+# Keywords of a prefill with images; `mm_encoder_outputs` are what the vision tower has made of them.
+_IMAGE_KEYWORDS = frozenset(("mm_encoder_outputs", "pixel_values", "token_type_ids"))
 # Keywords of a prefill that say nothing of the content but ids and mask.
 KNOWN_KEYWORDS = frozenset(
     (
@@ -211,6 +217,62 @@ def _packs(model: Any) -> bool:
     if text.model_type not in PACKED_TYPES or text._attn_implementation != attention.NAME:
         return False
     return compat.latent_dims(text) is None or latent.all_fit(model)
+
+
+class Unrepeated:
+    """What generate() was given, before it repeated each row for beams or samples.
+
+    Attributes:
+        input_ids: [rows, columns].
+        keywords: the model's keywords.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, keywords: dict[str, Any]):
+        self.input_ids, self.keywords = input_ids, dict(keywords)
+        encoded = keywords.get("mm_encoder_outputs")
+        if isinstance(encoded, dict):  # the library repeats what is inside in place
+            self.keywords["mm_encoder_outputs"] = {name: copy.copy(entry) for name, entry in encoded.items()}
+
+    def for_images(
+        self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], copies: int
+    ) -> dict[str, Any] | None:
+        """The keywords of a prefill with images over the rows before they were repeated; None: that would not be the
+        same.
+
+        Args:
+            input_ids, model_kwargs: of the repeated rows, as generate() prepared them.
+            copies: how often each row was repeated.
+        """
+        rows = self.input_ids.shape[0]
+        if not torch.equal(input_ids, self.input_ids.repeat_interleave(copies, 0)):
+            return None
+        keywords = dict(model_kwargs)
+        for name, entry in model_kwargs.items():
+            own = self.keywords.get(name)
+            if name == "mm_encoder_outputs" and entry:
+                keywords[name] = own
+            elif isinstance(entry, torch.Tensor) and entry.ndim:
+                if own is None or len(own) != rows or not torch.equal(entry, own.repeat_interleave(copies, 0)):
+                    return None
+                keywords[name] = own
+        if keywords.get("pixel_values") is not None:
+            # Images were repeated one by one, which is right only for one in each row.
+            config = model.config
+            token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+            counts = (self.input_ids == (-1 if token is None else token)).sum(1)
+            if not bool((counts == counts[0]).all()) or not counts[0]:
+                return None
+        return keywords
+
+
+def why_images_are_not_once(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+) -> str | None:
+    """Why a prompt with images cannot be computed once for its beams or samples, beside the images."""
+    if model.config.model_type not in IMAGES_ONCE or cache.get_seq_length() or model.training:
+        return "images"
+    others = {name: entry for name, entry in model_kwargs.items() if name not in _IMAGE_KEYWORDS}
+    return why_not_shared(model, input_ids, generation_config, others, cache)
 
 
 def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[t
         alone = update.key.shape[1] == 1 and update.key.dtype == update.value.dtype
         if update is k_rot.update and alone and dims == update.cache.state.pool.latent:
             update.latent = True
-            return kv_nope, k_rot  # type: ignore[return-value]
+            return kv_nope, k_rot
     return type(self).expand_kv(self, kv_nope, k_rot)
 
 
@@ -182,7 +182,8 @@ def _bloom_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`BloomAttention.forward`. Gives no attention weights where it attends over blocks."""
-    if isinstance(layer_past, PagedCache) and not output_attentions and not self.training:
+    blocks = isinstance(layer_past, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
+    if blocks and not output_attentions and not self.training:
         states = self._reshape(self.query_key_value(hidden_states))
         slopes = _slopes_on(self, _bloom_slopes, hidden_states.device)
         out = _over_blocks(self, layer_past, states, attention_mask, self.inv_norm_factor, slopes, by_column=False)
@@ -207,8 +208,9 @@ def _mpt_forward(
     self: Any, hidden_states: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`MptAttention.forward`. Gives no attention weights where it attends over blocks."""
-    cache = kwargs.get(compat.CACHE_ARGUMENT)
-    if isinstance(cache, PagedCache) and position_bias is not None and not self.training:
+    cache: Any = kwargs.get(compat.CACHE_ARGUMENT)
+    blocks = isinstance(cache, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
+    if blocks and position_bias is not None and not self.training:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)

@@ -53,7 +53,7 @@ def paged_attention_forward(
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
         if torch.compiler.is_compiling():  # the frames before this one were not
             return _outside(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        if type(attention_mask) is TracedMask:
+        if isinstance(attention_mask, TracedMask):
             attention_mask = attention_mask.lazy()
         heads = LatentHeads(module) if key.layer.latent else None
         out = _over_blocks(module, query, key, attention_mask, dropout, scaling, kwargs, heads)
@@ -66,9 +66,9 @@ def paged_attention_forward(
         out = _attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:
             return out, None
-    elif type(key) is TracedKV and type(value) is TracedKV and key.update is value.update:
+    elif isinstance(key, TracedKV) and isinstance(value, TracedKV) and key.update is value.update:
         return traced.attend(module, query, key, attention_mask, dropout, scaling, kwargs), None
-    elif type(key) is TracedCross and type(value) is TracedCross and key.layer is value.layer:
+    elif isinstance(key, TracedCross) and isinstance(value, TracedCross) and key.layer is value.layer:
         return traced.attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     return dense_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 

@@ -85,7 +85,9 @@ def update_and_attend(
     shown: torch.Tensor | None = mask
     if masked:
         shown = _lazy_mask(owner, place, lazy[0], query, padding, window, attending)
-    keywords = {name: entry for name, entry in (("softcap", softcap), ("is_causal", is_causal)) if entry is not None}
+    keywords: dict[str, Any] = {
+        name: entry for name, entry in (("softcap", softcap), ("is_causal", is_causal)) if entry is not None
+    }
     keywords.update(zip(names, tensors, strict=True))
     out, _ = attention.paged_attention_forward(attending, query, *lazy, shown, dropout, scaling, **keywords)
     return out.contiguous()
@@ -209,8 +211,8 @@ def attend_to_sources(
         [rows, q_len, num_heads, value_dim], contiguous.
     """
     place = Handle.target(layer)
-    rows = [LazyCross.make(held, place.source_of, place.pool) for held in (key, value)]
-    keywords = dict(zip(names, tensors, strict=True))
+    rows = (LazyCross.make(key, place.source_of, place.pool), LazyCross.make(value, place.source_of, place.pool))
+    keywords: dict[str, Any] = dict(zip(names, tensors, strict=True))
     if is_causal is not None:
         keywords["is_causal"] = is_causal
     out, _ = attention.paged_attention_forward(Handle.target(module), query, *rows, mask, dropout, scaling, **keywords)

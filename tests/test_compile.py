@@ -3,16 +3,19 @@
 import copy
 import gc
 import shutil
+import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
 from models import EOS, assert_close, build, likely_eos, pair, prompts, run, with_cache
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_paged
 from hf_paged import compat
 from hf_paged.attention import NAME
+from hf_paged.commands import tiny_models
 from hf_paged.traced import HANDLE, Handle
 
 WAYS = [
@@ -159,6 +162,18 @@ def test_another_cache_and_another_length_are_no_recompile():
             assert torch.equal(got, decode(plain, compat.DynamicCache(config=plain.config), ids, 15))
 
 
+def test_forward_calls_with_left_pads():
+    """No positions are given, so rows count their pads, with us as without."""
+    plain, paged = compiled_pair("gemma3")
+    inputs = prompts(3, 9)
+    cache = hf_paged.PagedCache(paged.config)
+    got = decode(paged, cache, inputs["input_ids"], 9, inputs["attention_mask"])
+    own = compat.DynamicCache(config=plain.config)
+    assert torch.equal(got, decode(plain, own, inputs["input_ids"], 9, inputs["attention_mask"]))
+    cache.check()
+    assert cache.stats().stored_tokens == 3 + 9 + 2 * 8
+
+
 def test_a_second_turn_on_a_filled_cache():
     plain, paged = compiled_pair("llama")
     cache, own = hf_paged.PagedCache(paged.config), compat.DynamicCache(config=plain.config)
@@ -269,8 +284,8 @@ def test_cross_attention(family):
     plain, paged = compiled_pair(family)
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
         agree(plain, paged, prompts(4, 9), max_new_tokens=6, **options)
-    dense = {reason for reason in paged.paged_stats().fallbacks if "dense" in reason}
-    assert dense == ({"dense attention: position_bias"} if family == "t5" else set())
+    dense = any("dense" in reason for reason in paged.paged_stats().fallbacks)
+    assert dense == (family == "t5")  # a bias, or its own attention, as the version has it
 
 
 @pytest.mark.parametrize("where", ["mlp", "o_proj", "q_proj"])
@@ -282,6 +297,14 @@ def test_a_graph_that_breaks_elsewhere(where):
     compiled(paged, fullgraph=False)
     agree(plain, paged, prompts(3, 9), max_new_tokens=9)
     assert counters["graph_break"]
+    assert not paged.paged_stats().fallbacks
+
+
+def test_layers_that_read_the_keys_of_another():
+    plain = tiny_models.build("gemma3n_text", "Gemma3nForCausalLM")
+    paged = compiled(hf_paged.patch(copy.deepcopy(plain), block_size=4))
+    inputs = prompts(3, 9)
+    assert torch.equal(run(plain, inputs, max_new_tokens=9), run(paged, inputs, max_new_tokens=9))
     assert not paged.paged_stats().fallbacks
 
 
@@ -323,6 +346,20 @@ def test_handles_hold_nothing():
     gc.collect()
     with pytest.raises(RuntimeError, match="outlived"):
         Handle.target(number)
+
+
+def test_a_cache_that_dies_while_something_is_traced(monkeypatch):
+    """The garbage collector may run at any time, also where tensors are fake ones."""
+    paged = hf_paged.patch(build("llama", num_hidden_layers=1), block_size=4)
+    out = run(paged, prompts(9), max_new_tokens=4, return_dict_in_generate=True)
+    failed = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    with FakeTensorMode():
+        del out
+        gc.collect()
+    assert not failed
+    assert paged.paged_stats().used_blocks == 0
+    paged.paged_pool.check()
 
 
 def test_the_op_is_what_it_says():

@@ -99,6 +99,10 @@ def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
 def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
     if not plan.suffix and (plan.window is not None or call.band is not None):
         return False  # windows count columns, and here columns are not positions
+    return _fits(query, memory)
+
+
+def _fits(query: torch.Tensor, memory: Memory) -> bool:
     if any(dtype not in DTYPES for dtype in (query.dtype, memory.keys.dtype, memory.values.dtype)):
         return False
     return max(memory.key_dim, memory.value_dim) <= WIDEST_HEAD
@@ -204,6 +208,97 @@ def _spans_on(plan: GroupPlan, rows: _Rows, device: torch.device, members: int) 
     return plan.scratch[key]
 
 
+# -- rows whose tensors stay where they are ----------------------------------------------------------------------------
+
+
+class StaticRows:
+    """The rows of decode steps that are captured as a CUDA graph, as one layer group sees them.
+
+    Launches depend on the sizes given here alone. A row that is finished, or beyond the batch, has length 0: it writes
+    nowhere and attends to nothing.
+
+    Args:
+        numbers: where the lengths lie, and for a windowed group the starts and begins of `_Rows`: int32, see
+            `numbers_for`.
+        rows: rows there may be.
+        width: blocks that a row's table may have.
+        window: of the group.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, numbers: torch.Tensor, rows: int, width: int, window: int | None, block_size: int):
+        self.rows, self.window, self.block_size = rows, window, block_size
+        self.table = DeviceTable(numbers.device, rows, width)
+        self.longest = width * block_size if window is None else min(width * block_size, window)
+        self.starts: torch.Tensor | None = None
+        self.begins: torch.Tensor | None = None
+        self.lengths, *more = (part[:rows] for part in numbers.split(_aligned(rows)))
+        if more:
+            self.starts, self.begins = more
+        self._slots: torch.Tensor | None = None
+
+    @staticmethod
+    def numbers_for(rows: int, window: int | None) -> int:
+        """Numbers that these rows take."""
+        return _aligned(rows) * (1 if window is None else 3)
+
+    def update(self, plan: GroupPlan) -> list[int]:
+        """Bring the table up to date; returns what the numbers must become before it is used."""
+        held = plan.tables.rows
+        self.table.update([row.blocks for row in held])
+        parts = [[past + new if live else 0 for past, new, live in zip(plan.past, plan.new, plan.live, strict=True)]]
+        if self.window is not None:
+            parts.append([row.start for row in held])
+            parts.append([max(0, past - self.window + 1) for past in plan.past])
+        room = _aligned(self.rows) - len(held)
+        return [number for part in parts for number in (*part, *[0] * room)]
+
+    def locate(self) -> None:
+        """Work out, on the device, where each row's last token goes: for `write`."""
+        last = self.lengths.long() - 1
+        if self.starts is not None:
+            last = last - self.starts
+        blocks = self.table.table.gather(1, last.clamp(min=0)[:, None] // self.block_size)[:, 0]
+        self._slots = torch.where(self.lengths > 0, blocks * self.block_size + last % self.block_size, -1)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, memory: Memory) -> None:
+        """Put each row's last token, [rows, num_kv_heads, 1, dim], into its slot."""
+        assert self._slots is not None
+        with torch.cuda.device_of(key):
+            write_tokens(key[:, :, 0], value[:, :, 0], memory.keys, memory.values, self._slots)
+
+    def attend(self, query: torch.Tensor, memory: Memory, call: AttentionCall) -> torch.Tensor:
+        """[rows, num_heads, 1, key_dim] -> [rows, 1, num_heads, value_dim]
+
+        Raises:
+            NotImplementedError: if there is no kernel for it.
+        """
+        if not _fits(query, memory):
+            raise NotImplementedError(f"no kernel for {query.dtype} and head dims {memory.key_dim}, {memory.value_dim}")
+        packed = query[:, :, 0]
+        with torch.cuda.device_of(query):
+            out = decode_attention(
+                packed if packed.stride(2) == 1 else packed.contiguous(),
+                memory.keys,
+                memory.values,
+                self.table.table,
+                self.lengths,
+                scale=call.scale,
+                longest=self.longest,
+                begins=self.begins,
+                starts=self.starts,
+                band=call.band,
+                softcap=call.softcap,
+                sinks=call.sinks,
+            )
+        return out[:, None]
+
+
+def _aligned(count: int) -> int:
+    """Numbers to leave for `count`, so that what follows begins at a multiple of 16 bytes."""
+    return -(-count // 4) * 4
+
+
 # -- block tables, from one forward to the next -----------------------------------------------------------------------
 
 
@@ -214,10 +309,10 @@ class DeviceTable:
     Updates and the kernels that read the table are on one stream, in order.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, rows: int = 0, width: int = 0):
         self.device = device
         self.held: list[list[int]] = []
-        self.table = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
 
     def update(self, rows: list[list[int]]) -> torch.Tensor:
         """Bring the table up to date; returns it, [rows or more, width] int32.

@@ -179,10 +179,12 @@ class PagedLayer(compat.CacheLayerMixin):
         try:
             if before != self.state.columns:
                 raise self._out_of_step(before)
-            return self.state.begin_step(self.index, key, value, padding)
+            step = self.state.begin_step(self.index, key, value, padding)
         except BaseException:
             self.columns = before
             raise
+        self.state.pool.copy_ahead(step)
+        return step
 
     def _out_of_step(self, columns: int) -> RuntimeError:
         return RuntimeError(

@@ -28,13 +28,15 @@ class GroupPlan:
         q_len: columns of this forward.
         offsets: where one forward row carries the tokens of many rows, one behind the other ([1, total] instead of
             [batch, columns], no pads): the first column of each row's tokens, [batch]; else None.
-        copies: (source, target) blocks to copy before writing.
+        copies: (source, target) blocks that each layer copies before it writes; none left where the backend has made
+            them in all layers (`KVPool.copy_ahead`).
         live: whether a row still attends; a finished row does not and gets zeros, [batch].
         suffix: every row stores exactly its last `new[i]` columns: true but for pads on the right or in the middle.
         first_column: number of columns before this forward.
         layout: where `suffix` is false: gives, per row, the columns of its stored tokens, counted from the first column
             of the cache, and whether each is a token and not a pad, [past + new] each. (A windowed group stores pads
             behind the first token too: the library's windows count columns.)
+        writer: the backend's way to write (`backends.Writer.write`); None: PyTorch's operators.
         scratch: what a backend works out once per forward.
         replay: a decode step as one layer has computed it, for the group's other layers to repeat (`backends.Replay`);
             None: each goes its own way.
@@ -52,6 +54,7 @@ class GroupPlan:
     first_column: int
     layout: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
     offsets: list[int] | None = None
+    writer: Callable[..., bool] | None = None
     scratch: dict[Any, Any] = field(default_factory=dict)
     replay: Any = None
 
@@ -133,6 +136,8 @@ class GroupPlan:
             key, value: [batch, num_kv_heads, q_len, dim]
         """
         memory = self.prepare(store)
+        if self.writer is not None and self.writer(key, value, memory, self):
+            return
         _, heads, q_len, _ = key.shape
         if self.offsets is not None or (q_len >= 16 and self.suffix):
             # Long runs: straight copies, no reordered temporary.
@@ -176,8 +181,8 @@ class GroupPlan:
             if whole:
                 target = target.view(heads, self.batch, self.q_len).transpose(0, 1)
             self.scratch[key] = (
-                None if whole else source.flatten().to(device, torch.int64),
-                target.flatten().to(device, torch.int64),
+                None if whole else source.flatten().to(device, torch.int64, non_blocking=True),
+                target.flatten().to(device, torch.int64, non_blocking=True),
             )
         return self.scratch[key]
 
@@ -186,7 +191,7 @@ class GroupPlan:
         key = ("copies", device)
         if key not in self.scratch:
             sources, targets = zip(*self.copies, strict=True)
-            pairs = torch.tensor([sources, targets], dtype=torch.int64, device=device)
+            pairs = torch.tensor([sources, targets], dtype=torch.int64).to(device, non_blocking=True)
             self.scratch[key] = (pairs[0], pairs[1])
         return self.scratch[key]
 

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from . import backends, compat
 from .blocks import BlockPool, PrefixIndex, RowTables
 from .config import PagedConfig
+from .plan import StepPlan
 from .stats import PagedStats
 from .store import LayerStore
 
@@ -60,7 +61,7 @@ class KVPool:
         self.model_config = config
         self.owner: weakref.ref[Any] | None = None
         self.config = paged_config if paged_config is not None else PagedConfig()
-        self.backend = backends.choose(self.config.backend, self.config.block_size)
+        self.backend, self.writer = backends.choose(self.config.backend, self.config.block_size)
         self.layer_types = compat.reads_layer_types(config)
         self.has_cross_layers = any(layer_type == compat.CROSS_ATTENTION for layer_type, _ in self.layer_types)
         self.latent = compat.latent_dims(config)  # latent attention: dims of the latent vector and of the rotated key
@@ -249,6 +250,23 @@ class KVPool:
                 group.blocks.max_blocks = count
                 group.blocks.grow(count)
             self._sized = True
+
+    def copy_ahead(self, step: StepPlan) -> None:
+        """Make a forward's block copies in all layers at once, where the backend can, before any layer writes.
+
+        A layer whose store is not there yet has nothing to copy.
+        """
+        if self.writer is None:
+            return
+        for group, plan in zip(self.groups, step.groups, strict=True):
+            if not plan.copies:
+                continue
+            stores = [self.stores[layer] for layer in group.layers if layer in self.stores]
+            with ExitStack() as locks:  # in the order of layers, and nobody who holds one waits for another
+                for store in stores:
+                    locks.enter_context(store.lock)
+                self.writer.copy(stores, plan)
+            plan.copies = []
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

@@ -312,6 +312,7 @@ class CacheState:
                 suffix=suffix,
                 first_column=past_columns,
                 offsets=None if packed is None else list(itertools.accumulate(packed[:-1], initial=0)),
+                writer=None if self.pool.writer is None else self.pool.writer.write,
             )
             if not suffix:
                 columns = self._real_columns(past_columns + q_len)

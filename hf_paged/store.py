@@ -62,6 +62,11 @@ class Memory:
         sizes = (self.num_slots, self.kv_heads, self.key_dim, self.value_dim)
         self.layout = Layout(*sizes, *offsets, keys.dtype, values.dtype, keys.device)
 
+    @property
+    def wholes(self) -> tuple[torch.Tensor, ...]:
+        """What whole blocks are copied in: keys and values in one tensor or in two."""
+        return (self.keys, self.values) if self.both is None else (self.both,)
+
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at `slots` ([n], int64): two tensors [num_kv_heads, n, dim]. Slot 0 gives zeros."""
         return self.key_slots.index_select(1, slots), self.value_slots.index_select(1, slots)
@@ -152,7 +157,7 @@ class LayerStore:
         """
         memory = self.memory
         kernels = loaded() if memory.keys.is_cpu else None
-        for blocks in (memory.keys, memory.values) if memory.both is None else (memory.both,):
+        for blocks in memory.wholes:
             if kernels is None:
                 blocks.index_copy_(1, targets, blocks.index_select(1, sources))
                 continue

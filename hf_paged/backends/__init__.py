@@ -7,11 +7,14 @@ memory  the `Memory` of the layer, with this forward's tokens in it
 plan    the group's `GroupPlan` of this forward
 call    `AttentionCall`: what this attention call asks for
 returns [batch, q_len, num_heads, value_dim], zeros for rows that see nothing
+
+A backend may also store by kernels of its own: see `Writer`.
 """
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +36,29 @@ class AttentionCall:
     sinks: torch.Tensor | None = None
 
 
-Backend = Callable[..., torch.Tensor]
+Attend = Callable[..., torch.Tensor]
+
+
+class Writer(NamedTuple):
+    """How a backend stores what attention will read.
+
+    Attributes:
+        write: `write(key, value, memory, plan) -> bool`: put a forward's tokens into their slots; False, and nothing
+            done, if there is no kernel for them. `key`, `value`: [batch, num_kv_heads, q_len, dim]. Called with the
+            store's lock held, once there is memory and blocks are copied.
+        copy: `copy(stores, plan)`: make a forward's block copies in the stores of all layers of a group. Called with
+            the locks of all of them held.
+    """
+
+    write: Callable[..., bool]
+    copy: Callable[..., None]
+
+
+class Backend(NamedTuple):
+    """What attends, and what stores; writer None: `GroupPlan` and `LayerStore` do, by PyTorch's operators."""
+
+    attend: Attend
+    writer: Writer | None = None
 
 
 def choose(name: str, block_size: int = 16) -> Backend:
@@ -48,12 +73,14 @@ def choose(name: str, block_size: int = 16) -> Backend:
     elif name == "triton":
         if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError("backend='triton' needs a GPU, and PyTorch finds none; backend='auto' does without")
-        from .triton import attend
+        from .triton import attend, writer
+
+        return Backend(attend, writer)
     elif name == "flash_attn":
         from . import flash_attn
 
         flash_attn.needed(block_size)
-        return flash_attn.attend
+        return Backend(flash_attn.attend)
     elif name == "torch":
         from .torch_strided import attend
     else:
@@ -62,4 +89,4 @@ def choose(name: str, block_size: int = 16) -> Backend:
 
         if name == "native":
             library.needed()
-    return attend
+    return Backend(attend)

@@ -20,7 +20,7 @@ import torch
 
 from ..plan import GroupPlan
 from ..store import Memory
-from . import AttentionCall, Backend, torch_strided
+from . import Attend, AttentionCall, torch_strided
 
 FA2_BLOCK = 256
 WIDEST_HEAD = 256
@@ -156,7 +156,7 @@ def _band(plan: GroupPlan, call: AttentionCall, q_len: int) -> int | None:
     return min(bounds, default=None)
 
 
-def _other(query: torch.Tensor) -> Backend:
+def _other(query: torch.Tensor) -> Attend:
     """What computes the calls that FlashAttention does not take."""
     if query.is_cuda and importlib.util.find_spec("triton") is not None:
         from . import triton

@@ -5,26 +5,30 @@ layer, and waits in the plan's scratch for the others. A block table stays on th
 and only the entries that have changed are sent. Per layer nothing is read back and nothing loops over rows.
 """
 
+import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..blocks import RowTables
 from ..plan import GroupPlan
-from ..store import Memory
+from ..store import LayerStore, Memory
 from ..triton_kernels.common import send
-from ..triton_kernels.copy import update_table
+from ..triton_kernels.copy import StoreSet, copy_blocks, store_sets, update_table
 from ..triton_kernels.decode import decode_attention
 from ..triton_kernels.prefill import prefill_attention
 from ..triton_kernels.shared import SharedSpans, members_per_tile, pack_spans, shared_attention
 from ..triton_kernels.write import write_tokens
-from . import AttentionCall, torch_strided
+from . import AttentionCall, Writer, torch_strided
 
 # Shared leading tokens from which rows are grouped. Not measured: a guess at what merging costs.
 LONG_PREFIX = 256
 WIDEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Where kernels run; in Triton's interpreter on the CPU.
+DEVICES = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
 
 def attend(
@@ -68,16 +72,50 @@ def attend(
     return out.view(batch, q_len, num_heads, memory.value_dim)
 
 
-def write(key: torch.Tensor, value: torch.Tensor, memory: Memory, plan: GroupPlan) -> None:
-    """Put this forward's tokens into their slots, in one launch: what `GroupPlan.write` does once memory is there and
-    blocks are copied. Call with the store's lock held.
+def write(key: torch.Tensor, value: torch.Tensor, memory: Memory, plan: GroupPlan) -> bool:
+    """Put this forward's tokens into their slots, in one launch. See `hf_paged.backends.Writer`.
 
     Args:
         key, value: [batch, num_kv_heads, q_len, dim]
     """
+    if any(tensor.dtype not in DTYPES for tensor in (key, value, memory.keys, memory.values)):
+        return False
+    if key.device.type not in DEVICES:
+        return False
     with torch.cuda.device_of(key):
         keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (key, value))  # [batch * q_len, heads, dim]
         write_tokens(keys, values, memory.keys, memory.values, _slots_on(plan, key))
+    return True
+
+
+# The sets that the stores of a group make, by the memory of its first layer: whose growth lets go of all. With them the
+# memory of the other layers, by which it is known whether a set is still good.
+_store_sets: "weakref.WeakKeyDictionary[Memory, tuple[list[Memory], list[StoreSet]]]" = weakref.WeakKeyDictionary()
+
+
+def copy(stores: Sequence[LayerStore], plan: GroupPlan) -> None:
+    """Make a forward's block copies in all layers of a group: a launch per kind of store. See
+    `hf_paged.backends.Writer`."""
+    held = []
+    for store in stores:
+        memory = store.ensure(plan.num_blocks)
+        if memory.keys.device.type in DEVICES:
+            held.append(memory)
+        else:
+            store.copy_blocks(*plan.copies_on(memory.keys.device))
+    if not held:
+        return
+    first, *others = held
+    known, sets = _store_sets.get(first, (None, []))
+    if known != others:
+        sets = store_sets([tensor for memory in held for tensor in memory.wholes])
+        _store_sets[first] = (others, sets)
+    for kind in sets:
+        with torch.cuda.device_of(kind.addresses):
+            copy_blocks([kind], *plan.copies_on(kind.addresses.device))
+
+
+writer = Writer(write, copy)
 
 
 def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
@@ -97,6 +135,8 @@ def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
+    if query.device.type not in DEVICES:
+        return False
     if not plan.suffix and (plan.window is not None or call.band is not None):
         return False  # windows count columns, and here columns are not positions
     return _fits(query, memory)
@@ -337,7 +377,7 @@ class DeviceTable:
             )
         if changes:
             entries = torch.tensor(changes, dtype=torch.int32).T.contiguous()
-            update_table(self.table, entries.to(self.device))
+            update_table(self.table, entries.to(self.device, non_blocking=True))
         self.held = [blocks.copy() for blocks in rows]
         return self.table
 
@@ -345,7 +385,7 @@ class DeviceTable:
         """A larger table, with room to grow, so that it is rarely made."""
         room = max(8, width + width // 4)
         filled = [blocks + [0] * (room - len(blocks)) for blocks in rows]
-        self.table = torch.tensor(filled, dtype=torch.int32).view(len(rows), room).to(self.device)
+        self.table = torch.tensor(filled, dtype=torch.int32).view(len(rows), room).to(self.device, non_blocking=True)
         self.held = [blocks.copy() for blocks in rows]
         return self.table
 

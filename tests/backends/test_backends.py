@@ -622,9 +622,9 @@ def slots_of(piece, place: int) -> list[int]:
 
 
 def test_backends_are_chosen_by_name():
-    assert choose("reference") is reference.attend
-    assert choose("torch") is torch_strided.attend
-    assert choose("auto") is native.attend
+    assert choose("reference").attend is reference.attend
+    assert choose("torch").attend is torch_strided.attend
+    assert choose("auto").attend is native.attend
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

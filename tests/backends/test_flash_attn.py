@@ -287,13 +287,13 @@ def test_an_unsuitable_block_size_is_refused_and_says_what_to_change(monkeypatch
     Fake(monkeypatch, 2)
     with pytest.raises(RuntimeError, match=r"block_size is 16: set block_size=256"):
         choose("flash_attn", 16)
-    assert choose("flash_attn", 256) is flash_attn.attend
+    assert choose("flash_attn", 256).attend is flash_attn.attend
 
 
 def test_flash_attention_3_takes_any_block_size_and_goes_first(monkeypatch):
     Fake(monkeypatch, 2)
     Fake.__init__(fake := Fake.__new__(Fake), monkeypatch, 3)
-    assert choose("flash_attn", 16) is flash_attn.attend and flash_attn.library().version == 3 == fake.version
+    assert choose("flash_attn", 16).attend is flash_attn.attend and flash_attn.library().version == 3 == fake.version
 
 
 def test_a_pool_is_made_with_it_or_says_why_not(monkeypatch):

@@ -102,7 +102,7 @@ def written_alike(step: Step) -> None:
             memory.key_slots[:, slot] = memory.value_slots[:, slot] = float("nan")
     assert not torch.equal(memory.keys, right[0])
     step.plan.scratch.clear()
-    backend.write(step.key, step.value, memory, step.plan)
+    assert backend.write(step.key, step.value, memory, step.plan)
     for written, expected in zip((memory.keys, memory.values), right, strict=True):
         torch.testing.assert_close(written, expected, atol=0, rtol=0, equal_nan=True)
 
@@ -114,6 +114,11 @@ def test_write_puts_tokens_where_the_plan_does():
     batch = PaddedBatch(3)
     for columns in (["ab..c", "abcde", "..abc"], ["a", ".", "b"], ["a.b", "..c", "def"]):
         written_alike(batch.step(columns))
+
+
+def test_write_to_a_store_in_another_dtype():
+    for step in ragged(4, Shape(stored_as=torch.float16)):
+        written_alike(step)
 
 
 def test_write_of_a_packed_forward():
@@ -228,4 +233,4 @@ def test_numbers_are_sent_at_aligned_addresses():
 
 
 def test_the_backend_is_chosen_by_name():
-    assert choose("triton") is backend.attend
+    assert choose("triton") == (backend.attend, backend.writer)

@@ -388,7 +388,8 @@ class PagedCache(compat.DynamicCache):
     def begin_decode(self) -> StepPlan:
         """Plan a forward of one token for each row, whose keys and values somebody else writes in all layers.
 
-        Every layer has a store. What follows is `end_decode`, or a forward, whose layers then join this step.
+        Every layer has a store and all columns of the cache. `KVPool.copy_ahead` is left to the caller. What follows is
+        `end_decode`, or a forward, whose layers then join this step.
 
         Raises:
             OutOfBlocks: the cache is as it was.
@@ -403,14 +404,11 @@ class PagedCache(compat.DynamicCache):
             torch.empty((), dtype=dtype, device=device).expand(rows, heads, 1, dim)
             for dtype, dim in ((key_dtype, key_dim), (value_dtype, value_dim))
         )
-        first.columns += 1
         trusted, state.trusted = state.trusted, True
         try:
-            step = first._begin(key, value, None)
+            return state.begin_step(first.index, key, value, None)
         finally:
             state.trusted = trusted
-        first.columns -= 1
-        return step
 
     def end_decode(self, step: StepPlan) -> None:
         """Every layer has been written."""

@@ -25,7 +25,6 @@ import torch
 from . import adapters, compat, prefill
 from .backends import AttentionCall
 from .backends.triton import StaticRows
-from .blocks import BlockPool
 from .cache import PagedCache
 from .lazy import LazyKV
 from .plan import StepPlan
@@ -367,11 +366,12 @@ class Graphs:
         key = (rows, *(_bucket(max(least, *counts)) for counts in held))
         try:
             with ExitStack() as locks, torch.cuda.device_of(ids), torch.inference_mode(False), torch.no_grad():
-                # In the order of layers. No other thread moves a store while we launch.
-                layers = sorted(pool.group_of)
-                for layer in layers:
-                    locks.enter_context(pool.stores[layer].lock)
-                memories = [self._memory_of(layer, step, state) for layer in layers]
+                self._grow(step, state)
+                pool.copy_ahead(step)
+                layers = [(pool.stores[layer], step.groups[pool.group_of[layer]]) for layer in sorted(pool.group_of)]
+                for store, _ in layers:  # in the order of layers; no other thread moves a store while we launch
+                    locks.enter_context(store.lock)
+                memories = [plan.prepare(store) for store, plan in layers]
                 if [ref() for ref in self._memories] != memories:
                     self._drop()
                     self._memories = [weakref.ref(memory) for memory in memories]
@@ -420,23 +420,24 @@ class Graphs:
         pool.graph_captures += 1
         return captured
 
-    def _memory_of(self, layer: int, step: StepPlan, state: CacheState) -> Memory:
-        """The memory of a layer, ready for this step. It grows ahead, as graphs are good for one place only."""
-        group = self.pool.group_of[layer]
-        store, plan, blocks = self.pool.stores[layer], step.groups[group], self.pool.groups[group].blocks
-        if not self._graphs or store.memory.num_blocks < plan.num_blocks:
-            store.ensure(plan.num_blocks + self._room(blocks, state))
-        return plan.prepare(store)
+    def _grow(self, step: StepPlan, state: CacheState) -> None:
+        """Have memory for this step in all stores, and for more than that: graphs are good for one place only.
 
-    def _room(self, blocks: BlockPool, state: CacheState) -> int:
-        """Blocks to have beyond those there are: half as many again, but no more than this call may still fill."""
-        room = max(blocks.num_blocks // 2, LEAST_ROOM)
-        if state.expected_columns is not None and state.rows is not None:
-            left = max(state.expected_columns - state.columns, 0)
-            room = min(room, state.rows * (-(-left // self.pool.config.block_size) + 1))
-        if blocks.max_blocks is not None:
-            room = min(room, blocks.max_blocks - blocks.num_blocks)
-        return room
+        That is half as many blocks again, but no more than this call may still fill.
+        """
+        pool = self.pool
+        for group, plan in zip(pool.groups, step.groups, strict=True):
+            room = max(plan.num_blocks // 2, LEAST_ROOM)
+            if state.expected_columns is not None:
+                left = max(state.expected_columns - state.columns, 0)
+                room = min(room, len(plan.past) * (-(-left // pool.config.block_size) + 1))
+            if group.blocks.max_blocks is not None:
+                room = min(room, group.blocks.max_blocks - plan.num_blocks)
+            for layer in group.layers:
+                store = pool.stores[layer]
+                if not self._graphs or store.memory.num_blocks < plan.num_blocks:
+                    with store.lock:
+                        store.ensure(plan.num_blocks + room)
 
     def _drop(self) -> None:
         self._graphs.clear()

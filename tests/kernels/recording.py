@@ -7,6 +7,7 @@ wrong tokens in the next. What a GPU refuses while it captures is refused here: 
 one of numbers on the host.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -37,9 +38,11 @@ class Recording(TorchDispatchMode):
                 launch()
 
     def __enter__(self) -> "Recording":
-        self._launch, recording = GridExecutor.__call__, self
+        self._launch, recording, thread = GridExecutor.__call__, self, threading.get_ident()
 
         def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            if threading.get_ident() != thread:
+                return recording._launch(executor, *args, **kwargs)
             recording.launches.append(lambda: recording._launch(executor, *args, **kwargs))
             with _disable_current_modes():
                 recording._launch(executor, *args, **kwargs)
@@ -47,11 +50,14 @@ class Recording(TorchDispatchMode):
         GridExecutor.__call__ = launch  # type: ignore[method-assign]
         self._capturing = torch.cuda.is_current_stream_capturing
         torch.cuda.is_current_stream_capturing = lambda: True  # the library asks, and then reads nothing
+        self._tolist = torch.Tensor.tolist
+        torch.Tensor.tolist = _refuse_tolist
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         GridExecutor.__call__ = self._launch  # type: ignore[method-assign]
         torch.cuda.is_current_stream_capturing = self._capturing
+        torch.Tensor.tolist = self._tolist
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +66,7 @@ class Recording(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(isinstance(tensor, LazyTensor) for tensor in inputs):
             return func(*args, **kwargs)  # it is made dense, or says that it cannot be
-        if name in _READS:
+        if name in _READS or (name.startswith("index") and any(tensor.dtype == torch.bool for tensor in inputs[1:])):
             raise NotAllowedWhileCapturing(f"{name} reads a tensor on the host")
         if name == "lift_fresh" and inputs[0].ndim:  # a number becomes an argument of a launch
             raise NotAllowedWhileCapturing("a tensor is made of numbers on the host")
@@ -78,6 +84,10 @@ class Recording(TorchDispatchMode):
             if any(made):
                 self.launches.append(lambda: _again(func, args, kwargs, outputs, made))
         return result
+
+
+def _refuse_tolist(tensor: torch.Tensor) -> list:
+    raise NotAllowedWhileCapturing("tolist reads a tensor on the host")
 
 
 def _again(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], made: list[bool]) -> None:

@@ -24,13 +24,14 @@ import torch
 
 from . import adapters, compat, prefill
 from .backends import AttentionCall
-from .backends.triton import StaticRows
+from .backends.triton import WIDEST_HEAD, StaticRows, StaticSize, power_of_two
 from .cache import PagedCache
 from .lazy import LazyKV
 from .plan import StepPlan
 from .pool import KVPool
 from .state import CacheState
 from .store import Memory
+from .triton_kernels.shared import members_per_tile
 
 # Tokens that the narrowest block table holds; wider ones double.
 LEAST_TOKENS = 256
@@ -91,19 +92,23 @@ class Device:
 class StaticStep:
     """The inputs of a decode step in tensors that stay where they are.
 
+    Args:
+        sizes: of each layer group.
+
     Attributes:
         ids, positions: [rows, 1] int64; 0 in rows beyond the batch.
         groups: the rows as each layer group sees them.
     """
 
-    def __init__(self, rows: int, widths: Sequence[int], pool: KVPool, device: torch.device):
+    def __init__(self, sizes: Sequence[StaticSize], pool: KVPool, device: torch.device):
         with torch.inference_mode(False):
-            self.ids, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
-            sizes = [StaticRows.numbers_for(rows, group.window) for group in pool.groups]
-            self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+            self.ids, self.positions = torch.zeros(2, sizes[0].rows, 1, dtype=torch.int64, device=device)
+            windows = [group.window for group in pool.groups]
+            counts = [StaticRows.count(size, window) for size, window in zip(sizes, windows, strict=True)]
+            self._numbers = torch.zeros(sum(counts), dtype=torch.int32, device=device)
             self.groups = [
-                StaticRows(numbers, rows, width, group.window, pool.config.block_size)
-                for numbers, width, group in zip(self._numbers.split(sizes), widths, pool.groups, strict=True)
+                StaticRows(numbers, size, window, pool.config.block_size)
+                for numbers, size, window in zip(self._numbers.split(counts), sizes, windows, strict=True)
             ]
 
     def fill(self, ids: torch.Tensor, positions: torch.Tensor, step: StepPlan) -> None:
@@ -220,8 +225,8 @@ class Graphs:
         self.device = Device()
         self._lock = threading.RLock()
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-        # (rows, width of each group's tables) -> inputs, kind of output, logits, what replays.
-        self._graphs: dict[tuple, tuple[StaticStep, type, torch.Tensor, Callable[[], None]]] = {}
+        # Size of each group -> inputs, kind of output, logits, what replays.
+        self._graphs: dict[tuple[StaticSize, ...], tuple[StaticStep, type, torch.Tensor, Callable[[], None]]] = {}
         # What the graphs were captured for; they go when it has changed.
         self._memories: list[weakref.ref[Memory]] = []
         self._model: Any = None
@@ -360,10 +365,10 @@ class Graphs:
         pool, state = self.pool, cache.state
         ids, positions = keywords["input_ids"], keywords["position_ids"]
         step = cache.begin_decode()
-        rows = _bucket(len(ids))
         least = -(-LEAST_TOKENS // pool.config.block_size)
-        held = [[len(row.blocks) for row in plan.tables.rows] for plan in step.groups]
-        key = (rows, *(_bucket(max(least, *counts)) for counts in held))
+        key = tuple(
+            StaticSize.of(plan, self._members(model, group, len(ids)), least) for group, plan in enumerate(step.groups)
+        )
         try:
             with ExitStack() as locks, torch.cuda.device_of(ids), torch.inference_mode(False), torch.no_grad():
                 self._grow(step, state)
@@ -380,7 +385,7 @@ class Graphs:
                     static, kind, logits, replay = self._graphs[key]
                     static.fill(ids, positions, step)
                 else:
-                    static = StaticStep(rows, key[1:], pool, ids.device)
+                    static = StaticStep(key, pool, ids.device)
                     static.fill(ids, positions, step)
                     output, replay = self._capture(model, forward, static, memories)
                     kind, logits = type(output), output.logits
@@ -420,6 +425,16 @@ class Graphs:
         pool.graph_captures += 1
         return captured
 
+    def _members(self, model: Any, group: int, batch: int) -> int:
+        """Rows whose queries a tile of a shared prefix holds; 0 where that is not known."""
+        layers = self.pool.groups[group].layers
+        heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+        memory = self.pool.stores[layers[0]].memory
+        if not isinstance(heads, int) or heads % memory.kv_heads or max(memory.key_dim, memory.value_dim) > WIDEST_HEAD:
+            return 0
+        query = memory.keys[0, 0, 0].expand(power_of_two(batch), heads, memory.key_dim)
+        return members_per_tile(query, memory.keys, memory.values)
+
     def _grow(self, step: StepPlan, state: CacheState) -> None:
         """Have memory for this step in all stores, and for more than that: graphs are good for one place only.
 
@@ -443,11 +458,6 @@ class Graphs:
         self._graphs.clear()
         self._memories = []
         self.device.forget()
-
-
-def _bucket(count: int) -> int:
-    """The power of two from `count` on."""
-    return 1 << (count - 1).bit_length()
 
 
 def _says_something(entry: Any) -> bool:

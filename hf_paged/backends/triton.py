@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from ..triton_kernels.common import send
 from ..triton_kernels.copy import StoreSet, copy_blocks, store_sets, update_table
 from ..triton_kernels.decode import decode_attention
 from ..triton_kernels.prefill import prefill_attention
-from ..triton_kernels.shared import SharedSpans, members_per_tile, pack_spans, shared_attention
+from ..triton_kernels.shared import SharedSpans, SpanLists, list_spans, members_per_tile, pack_spans, shared_attention
 from ..triton_kernels.write import write_tokens
 from . import AttentionCall, Writer, torch_strided
 
@@ -205,7 +206,7 @@ def _rows_on(plan: GroupPlan, device: torch.device) -> _Rows:
 def _make_rows(plan: GroupPlan, device: torch.device) -> _Rows:
     batch, q_len = plan.batch, plan.q_len
     held = plan.tables.rows
-    tokens = [past + new if live else 0 for past, new, live in zip(plan.past, plan.new, plan.live, strict=True)]
+    tokens = _tokens(plan)
     starts = [row.start for row in held]
     parts: dict[str, list[int]] = {"lengths": tokens}
     if plan.offsets is None:
@@ -242,13 +243,63 @@ def _make_rows(plan: GroupPlan, device: torch.device) -> _Rows:
 def _spans_on(plan: GroupPlan, rows: _Rows, device: torch.device, members: int) -> SharedSpans:
     key = ("triton spans", device, members)
     if key not in plan.scratch:
-        those = [row for row, length in enumerate(rows.tokens) if length and not plan.tables.rows[row].start]
-        spans = plan.shared_spans(those, LONG_PREFIX) if len(those) > 1 else []
-        plan.scratch[key] = pack_spans(spans, rows.tokens, members, device)
+        plan.scratch[key] = pack_spans(_spans(plan), rows.tokens, members, device)
     return plan.scratch[key]
 
 
+def _spans(plan: GroupPlan) -> list[tuple[list[int], int, int]]:
+    those = [row for row, length in enumerate(_tokens(plan)) if length and not plan.tables.rows[row].start]
+    return plan.shared_spans(those, LONG_PREFIX) if len(those) > 1 else []
+
+
+def _tokens(plan: GroupPlan) -> list[int]:
+    """Tokens that each row attends to."""
+    return [past + new if live else 0 for past, new, live in zip(plan.past, plan.new, plan.live, strict=True)]
+
+
 # -- rows whose tensors stay where they are ----------------------------------------------------------------------------
+
+
+class StaticSize(NamedTuple):
+    """What the launches of a captured decode step depend on, in one layer group. Buckets: powers of two.
+
+    Attributes:
+        rows: rows there may be.
+        width: blocks that a row's table may have.
+        layers: how deep shared spans may be nested; 0: none are shared.
+        tiles: tiles of shared spans there may be.
+        members: rows of a tile.
+    """
+
+    rows: int
+    width: int
+    layers: int = 0
+    tiles: int = 0
+    members: int = 0
+
+    @classmethod
+    def of(cls, plan: GroupPlan, members: int, least_width: int) -> "StaticSize":
+        """The smallest one for a step.
+
+        Args:
+            members: rows that a tile holds the queries of, see `members_per_tile`; below 2: nothing is shared.
+            least_width: see `width`.
+        """
+        rows = power_of_two(plan.batch)
+        members = min(members, rows)
+        width = power_of_two(max(least_width, *(len(row.blocks) for row in plan.tables.rows)))
+        spans = _list_spans(plan, members) if plan.window is None and members > 1 else None
+        if spans is None or not spans.layers:
+            return cls(rows, width)
+        # Beams branch anew in every step: room for as many tiles as there are rows is room for nearly all of it.
+        tiles = max(rows, power_of_two(len(spans.tiles)))
+        return cls(rows, width, power_of_two(spans.layers), tiles, members)
+
+    def parts(self, window: int | None) -> list[int]:
+        """Numbers of each kind: lengths, then the starts and begins of `_Rows`, or `SharedSpans`' tensors."""
+        if window is not None:
+            return [self.rows] * 3
+        return [self.rows, *([self.rows * self.layers, self.tiles * 5, self.rows] if self.layers else [])]
 
 
 class StaticRows:
@@ -258,40 +309,51 @@ class StaticRows:
     nowhere and attends to nothing.
 
     Args:
-        numbers: where the lengths lie, and for a windowed group the starts and begins of `_Rows`: int32, see
-            `numbers_for`.
-        rows: rows there may be.
-        width: blocks that a row's table may have.
+        numbers: where lengths and the like lie, int32, as many as `count`.
+        size: the sizes.
         window: of the group.
         block_size: tokens per block.
     """
 
-    def __init__(self, numbers: torch.Tensor, rows: int, width: int, window: int | None, block_size: int):
-        self.rows, self.window, self.block_size = rows, window, block_size
-        self.table = DeviceTable(numbers.device, rows, width)
-        self.longest = width * block_size if window is None else min(width * block_size, window)
+    def __init__(self, numbers: torch.Tensor, size: StaticSize, window: int | None, block_size: int):
+        self.size, self.window, self.block_size = size, window, block_size
+        self.table = DeviceTable(numbers.device, size.rows, size.width)
+        longest = size.width * block_size
+        self.longest = longest if window is None else min(longest, window)
+        wanted = size.parts(window)
+        places = numbers.split([_aligned(count) for count in wanted])
+        parts = [place[:count] for place, count in zip(places, wanted, strict=True)]
+        self.lengths, self._slots = parts[0], torch.empty(0)
         self.starts: torch.Tensor | None = None
         self.begins: torch.Tensor | None = None
-        self.lengths, *more = (part[:rows] for part in numbers.split(_aligned(rows)))
-        if more:
-            self.starts, self.begins = more
-        self._slots: torch.Tensor | None = None
+        if window is not None:
+            self.starts, self.begins = parts[1:]
+        self.spans: SharedSpans | None = None
+        if size.layers:
+            fixed = dict(layers=size.layers, fullest=size.members, longest=longest, longest_suffix=longest)
+            self.spans = SharedSpans(parts[1], parts[2].view(-1, 5), parts[3], **fixed)
 
     @staticmethod
-    def numbers_for(rows: int, window: int | None) -> int:
-        """Numbers that these rows take."""
-        return _aligned(rows) * (1 if window is None else 3)
+    def count(size: StaticSize, window: int | None) -> int:
+        """Numbers that such rows take."""
+        return sum(map(_aligned, size.parts(window)))
 
     def update(self, plan: GroupPlan) -> list[int]:
         """Bring the table up to date; returns what the numbers must become before it is used."""
         held = plan.tables.rows
         self.table.update([row.blocks for row in held])
-        parts = [[past + new if live else 0 for past, new, live in zip(plan.past, plan.new, plan.live, strict=True)]]
+        parts = [_tokens(plan)]
         if self.window is not None:
             parts.append([row.start for row in held])
             parts.append([max(0, past - self.window + 1) for past in plan.past])
-        room = _aligned(self.rows) - len(held)
-        return [number for part in parts for number in (*part, *[0] * room)]
+        elif self.spans is not None:
+            spans = _list_spans(plan, self.size.members)
+            parts.extend([spans.members, [number for tile in spans.tiles for number in tile], spans.covered])
+        numbers: list[int] = []
+        for part, count in zip(parts, self.size.parts(self.window), strict=True):
+            numbers.extend(part)
+            numbers.extend([0] * (_aligned(count) - len(part)))
+        return numbers
 
     def locate(self) -> None:
         """Work out, on the device, where each row's last token goes: for `write`."""
@@ -302,8 +364,7 @@ class StaticRows:
         self._slots = torch.where(self.lengths > 0, blocks * self.block_size + last % self.block_size, -1)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, memory: Memory) -> None:
-        """Put each row's last token, [rows, num_kv_heads, 1, dim], into its slot."""
-        assert self._slots is not None
+        """Put each row's last token, [rows, num_kv_heads, 1, dim], into its slot. `locate` comes before."""
         with torch.cuda.device_of(key):
             write_tokens(key[:, :, 0], value[:, :, 0], memory.keys, memory.values, self._slots)
 
@@ -316,22 +377,27 @@ class StaticRows:
         if not _fits(query, memory):
             raise NotImplementedError(f"no kernel for {query.dtype} and head dims {memory.key_dim}, {memory.value_dim}")
         packed = query[:, :, 0]
+        if packed.stride(2) != 1:
+            packed = packed.contiguous()
+        arguments = (packed, memory.keys, memory.values, self.table.table, self.lengths)
+        options: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
         with torch.cuda.device_of(query):
-            out = decode_attention(
-                packed if packed.stride(2) == 1 else packed.contiguous(),
-                memory.keys,
-                memory.values,
-                self.table.table,
-                self.lengths,
-                scale=call.scale,
-                longest=self.longest,
-                begins=self.begins,
-                starts=self.starts,
-                band=call.band,
-                softcap=call.softcap,
-                sinks=call.sinks,
-            )
-        return out[:, None]
+            if self.spans is not None and call.band is None and members_per_tile(*arguments[:3]) >= self.size.members:
+                return shared_attention(*arguments, self.spans, **options)[:, None]
+            options.update(longest=self.longest, begins=self.begins, starts=self.starts, band=call.band)
+            return decode_attention(*arguments, **options)[:, None]
+
+
+def _list_spans(plan: GroupPlan, members: int) -> SpanLists:
+    key = ("triton span lists", members)
+    if key not in plan.scratch:
+        plan.scratch[key] = list_spans(_spans(plan), _tokens(plan), members)
+    return plan.scratch[key]
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two from `count` on."""
+    return 1 << (count - 1).bit_length()
 
 
 def _aligned(count: int) -> int:

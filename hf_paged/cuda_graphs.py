@@ -84,7 +84,8 @@ class Device:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        # The outer stream is for captures that fail: PyTorch leaves theirs the current one.
+        with torch.cuda.stream(current), torch.cuda.graph(graph, self._memory, capture_error_mode="thread_local"):
             result = function()
         return result, graph.replay
 
@@ -307,8 +308,9 @@ class Graphs:
             own = module.__dict__.get("forward")
             if own is not None and module is not model and not adapters.bound(module):
                 return f"the forward of {type(module).__name__} is wrapped"
-            if hasattr(module, "_orig_mod") or type(module).__module__.split(".")[0] == "bitsandbytes":
-                return f"{name} is a {type(module).__name__}"
+            compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+            if compiled or type(module).__module__.split(".")[0] == "bitsandbytes":
+                return f"{name or 'the model'} is compiled, or a {type(module).__name__}"
         (device,) = devices
         reason = self.device.why_not(device)
         if reason is not None:
@@ -371,6 +373,7 @@ class Graphs:
         )
         try:
             with ExitStack() as locks, torch.cuda.device_of(ids), torch.inference_mode(False), torch.no_grad():
+                self.device.order()
                 self._grow(step, state)
                 pool.copy_ahead(step)
                 layers = [(pool.stores[layer], step.groups[pool.group_of[layer]]) for layer in sorted(pool.group_of)]
@@ -380,7 +383,6 @@ class Graphs:
                 if [ref() for ref in self._memories] != memories:
                     self._drop()
                     self._memories = [weakref.ref(memory) for memory in memories]
-                self.device.order()
                 if key in self._graphs:
                     static, kind, logits, replay = self._graphs[key]
                     static.fill(ids, positions, step)
@@ -395,7 +397,9 @@ class Graphs:
         except Exception as error:
             if key in self._graphs:
                 raise
-            self._refused = f"capturing it failed ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            said = [*str(error).splitlines(), ""][0][:200]
+            self._refused = f"capturing it failed ({type(error).__name__}: {said})"
+            self._drop()
             return None
         cache.end_decode(step)
         pool.graph_steps += 1
@@ -427,9 +431,8 @@ class Graphs:
 
     def _members(self, model: Any, group: int, batch: int) -> int:
         """Rows whose queries a tile of a shared prefix holds; 0 where that is not known."""
-        layers = self.pool.groups[group].layers
         heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
-        memory = self.pool.stores[layers[0]].memory
+        memory = self.pool.stores[self.pool.groups[group].layers[0]].memory
         if not isinstance(heads, int) or heads % memory.kv_heads or max(memory.key_dim, memory.value_dim) > WIDEST_HEAD:
             return 0
         query = memory.keys[0, 0, 0].expand(power_of_two(batch), heads, memory.key_dim)

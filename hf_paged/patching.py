@@ -158,7 +158,10 @@ def patched(model: ModelT, config: PagedConfig | None = None, **options: Any) ->
         elif target.__dict__.get(_STATE) is not before:
             unpatch(model)
             patch(model, before.config)
-            target.__dict__[_STATE].pool = target.__dict__["paged_pool"] = before.pool
+            state = target.__dict__[_STATE]
+            state.pool = target.__dict__["paged_pool"] = before.pool
+            if state.graphs is not None and before.graphs is not None:
+                state.graphs = before.graphs  # they are of that pool
 
 
 def pool_of(model: Any) -> KVPool:

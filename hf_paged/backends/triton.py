@@ -360,8 +360,8 @@ class StaticRows:
         last = self.lengths.long() - 1
         if self.starts is not None:
             last = last - self.starts
-        blocks = self.table.table.gather(1, last.clamp(min=0)[:, None] // self.block_size)[:, 0]
-        self._slots = torch.where(self.lengths > 0, blocks * self.block_size + last % self.block_size, -1)
+        blocks = self.table.table.gather(1, last.clamp(min=0)[:, None] // self.block_size)[:, 0].long()
+        self._slots = (blocks * self.block_size + last % self.block_size).masked_fill(self.lengths == 0, -1)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, memory: Memory) -> None:
         """Put each row's last token, [rows, num_kv_heads, 1, dim], into its slot. `locate` comes before."""

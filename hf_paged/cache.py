@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -463,13 +463,16 @@ class PagedCache(compat.DynamicCache):
             layer.columns = columns
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change."""
+        """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change.
+
+        Tables are the host's, so indices on a device are waited for: once a step of beam search.
+        """
         self._settle()
         self.state.select(beam_idx.tolist())
         for layer in self.other_layers:
             layer.reorder_cache(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep the rows `indices`, in that order; rows may repeat. A boolean mask [batch] is taken as one."""
         if isinstance(indices, torch.Tensor):
             indices = indices.nonzero().flatten() if indices.dtype == torch.bool else indices

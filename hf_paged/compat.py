@@ -28,6 +28,7 @@ __all__ = [
     "CacheLayerMixin",
     "DynamicCache",
     "EncoderDecoderCache",
+    "GenerationMixin",
     "LinearAttentionLayer",
     "PreTrainedConfig",
     "eager_mask",

@@ -205,13 +205,12 @@ class Session:
         state: of its cache.
         reason: why its steps cannot be captured; None: they can, or nobody has looked yet.
         looked: whether somebody has.
-        plain: the mask hides nothing but pads, and will not.
     """
 
     def __init__(self, state: CacheState):
         self.state = weakref.ref(state)
         self.reason: str | None = None
-        self.looked = self.plain = False
+        self.looked = False
 
 
 class Graphs:
@@ -265,7 +264,7 @@ class Graphs:
         with self._lock:
             if not session.looked:
                 session.reason, session.looked = self._why_not(model), True
-            reason = session.reason or self._refused or self._why_not_now(cache, keywords, session)
+            reason = session.reason or self._refused or self._why_not_now(cache, keywords)
             output = None
             if reason is None:
                 output = self._replay(model, forward, cache, keywords)
@@ -323,7 +322,7 @@ class Graphs:
             self._model, self._refused = those, None
         return None
 
-    def _why_not_now(self, cache: PagedCache, keywords: dict[str, Any], session: Session) -> str | None:
+    def _why_not_now(self, cache: PagedCache, keywords: dict[str, Any]) -> str | None:
         """Why this step cannot be captured; None: it can."""
         state = cache.state
         if cache.pool is not self.pool:
@@ -352,10 +351,8 @@ class Graphs:
             return "pads behind tokens in a sliding window"
         if state.blind:
             return "the cache was filled without its mask being known"
-        if mask is not None and not state.trusted and not session.plain:
-            if state.hides(mask, 1):
-                return "the attention mask hides tokens"
-            session.plain = True  # from here on generate() appends ones
+        if mask is not None and state.hidden_ahead(mask, 1):
+            return "the attention mask hides tokens"
         return None
 
     # -- a step -----------------------------------------------------------------------------------------------------

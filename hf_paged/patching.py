@@ -5,6 +5,8 @@ calls through `self`, so that a deep-copied model is patched for itself:
 
 - `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
 - `_prefill` computes what is not there yet, once (see `prefill`);
+- `_update_model_kwargs_for_generation` and `prepare_inputs_for_generation` vouch for a mask that has been seen but for
+  the ones appended, so that a decode step need not wait for a device to read it;
 - `_get_stopping_criteria` learns what was generated, to find it again, and which rows have stopped, so that they can
   give their blocks back;
 - `forward`, with `PagedConfig.cuda_graphs` only, replays decode steps (see `cuda_graphs`).
@@ -14,6 +16,7 @@ import copy
 import dataclasses
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -117,6 +120,9 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
         for name, function in _METHODS.items():
             target.__dict__[name] = MethodType(function, target)
             state.methods.append(name)
+        if "prepare_inputs_for_generation" not in target.__dict__:
+            _vouch_for_inputs(target)
+            state.methods.append("prepare_inputs_for_generation")
         target.__dict__["paged_pool"] = pool
         target.__dict__[_STATE] = state
         if wanted.cuda_graphs:
@@ -443,16 +449,70 @@ def _why_not_once(input_ids: torch.Tensor, model_kwargs: dict[str, Any], copies:
     return None
 
 
+def _update_model_kwargs_for_generation(
+    self: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    name, method = "attention_mask", "_update_model_kwargs_for_generation"
+    before = model_kwargs.get(name)
+    model_kwargs = getattr(type(self), method)(self, outputs, model_kwargs, *args, **kwargs)
+    cache = model_kwargs.get(compat.CACHE_ARGUMENT)
+    if isinstance(cache, PagedCache) and getattr(type(self), method) is getattr(compat.GenerationMixin, method):
+        # What the library's own method makes is the mask of the last forward, which was read or vouched for, and ones.
+        state = cache.state
+        seen = before is not None and before.shape[1] == state.columns and not (state.hides or state.blind)
+        state.appended = model_kwargs.get(name) if seen else None
+    return model_kwargs
+
+
+def _vouch_for_inputs(model: Any) -> None:
+    """Let the model's `prepare_inputs_for_generation`, which comes right before a forward, say whose mask it got."""
+    library = type(model).prepare_inputs_for_generation
+
+    @functools.wraps(library)  # generate() reads its signature
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = library(self, *args, **kwargs)
+        cache = kwargs.get(compat.CACHE_ARGUMENT)
+        if isinstance(cache, PagedCache):
+            mask = kwargs.get("attention_mask")
+            cache.state.vouched = mask is not None and mask is cache.state.appended
+        return inputs
+
+    model.__dict__["prepare_inputs_for_generation"] = MethodType(prepare_inputs_for_generation, model)
+
+
+class _Arriving:
+    """A tensor on its way to the host, which does not wait for it. On a CPU it is there at once."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._event = None
+        if tensor.device.type == "cuda":
+            self.tensor = tensor.to("cpu", non_blocking=True)  # in pinned memory
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        else:
+            self.tensor = tensor.cpu()
+
+    @property
+    def here(self) -> bool:
+        return self._event is None or self._event.query()
+
+
 class _WatchedCriteria(StoppingCriteriaList):
     """Stopping criteria that tell the cache what was generated and which rows have stopped. Their answer is unchanged.
 
     Attributes:
         call: the call.
-        frees: rows that have stopped give their blocks back.
+        frees: rows that have stopped give their blocks back. From a GPU the answer, and what such a row holds, arrive
+            while the next steps are prepared, so it does so a step or two later.
+        answers: answers on their way to the host.
+        stopped: rows that are known to have stopped.
+        leaving: rows that have stopped, and the known ids of all rows, on their way likewise.
     """
 
     call: _Call
     frees: bool
+    answers: deque[_Arriving]
+    stopped: set[int]
+    leaving: deque[tuple[list[int], _Arriving | None]]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         done = super().__call__(input_ids, scores, **kwargs)
@@ -462,11 +522,30 @@ class _WatchedCriteria(StoppingCriteriaList):
             known.note(input_ids, state.columns, known.real)
         if not self.frees:
             return done
-        if isinstance(done, torch.Tensor) and state.rows == done.shape[0] and bool(done.any()):
-            rows = done.nonzero().flatten().tolist()
-            if len(rows) < done.shape[0]:
-                state.finish_rows(rows)
+        if isinstance(done, torch.Tensor) and state.rows == done.shape[0]:
+            self._free(done)
         return done
+
+    def _free(self, done: torch.Tensor) -> None:
+        """Let the rows go that have stopped; `done`: [rows] bool."""
+        state = self.call.cache.state
+        known = state.known
+        self.answers.append(_Arriving(done))
+        while self.answers and self.answers[0].here:
+            stopped = self.answers.popleft().tensor
+            if not bool(stopped.any()):
+                continue
+            rows = stopped.nonzero().flatten().tolist()
+            new = [row for row in rows if row not in self.stopped]
+            if new and len(rows) < len(stopped):
+                self.stopped.update(new)
+                ids = None
+                if known.identity is not None and known.ids is not None:
+                    ids = _Arriving(known.ids[:, : known.columns])
+                self.leaving.append((new, ids))
+        while self.leaving and ((ids := self.leaving[0][1]) is None or ids.here):
+            rows, _ = self.leaving.popleft()
+            state.finish_rows(rows, None if ids is None else ids.tensor)
 
 
 def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
@@ -476,6 +555,7 @@ def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwar
         return criteria  # a beam's rows are candidates, and an assistant's tokens may be taken back
     watched = _WatchedCriteria(criteria)
     watched.call = call
+    watched.answers, watched.stopped, watched.leaving = deque(), set(), deque()
     # Only where a stopped row's next tokens are pads whatever the model says: greedy or sampling, with an EOS
     # criterion.
     watched.frees = (
@@ -496,5 +576,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
     "_prefill": _prefill,
     "_get_stopping_criteria": _get_stopping_criteria,
+    "_update_model_kwargs_for_generation": _update_model_kwargs_for_generation,
     "paged_stats": _paged_stats,
 }

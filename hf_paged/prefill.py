@@ -222,9 +222,10 @@ def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) 
     def of(name: str, entry: Any) -> Any:
         if not isinstance(entry, torch.Tensor) or not entry.ndim:
             return entry
-        if name == "position_ids" and entry.ndim == 3:  # [3 or 4 kinds, rows, columns]
-            return entry[:, chosen]
-        return entry[chosen] if entry.shape[0] == rows else entry
+        dim = 1 if name == "position_ids" and entry.ndim == 3 else 0  # [3 or 4 kinds, rows, columns]
+        if not dim and entry.shape[0] != rows:
+            return entry
+        return _rows_of(entry, chosen, dim) if isinstance(chosen, list) else entry[(slice(None),) * dim + (chosen,)]
 
     return {name: of(name, entry) for name, entry in model_kwargs.items()}
 
@@ -280,11 +281,27 @@ def _repeated(entry: torch.Tensor, copies: int) -> torch.Tensor:
     return entry[::copies].unsqueeze(1).expand(-1, copies, *entry.shape[1:])
 
 
+def _on_host(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Integers on the CPU, those of like shape and device read at once: a read waits for the device."""
+    known = [tensor for tensor in tensors if tensor is not None]
+    if len(known) > 1 and not known[0].is_cpu and len({(each.shape, each.device) for each in known}) == 1:
+        numbers = iter(torch.stack([tensor.long() for tensor in known]).cpu())
+        return [None if tensor is None else next(numbers) for tensor in tensors]
+    return [None if tensor is None else tensor.cpu() for tensor in tensors]
+
+
+def _rows_of(tensor: torch.Tensor, rows: list[int], dim: int = 0) -> torch.Tensor:
+    """Those rows of a tensor, along `dim`. (Indexing with a list waits for the device.)"""
+    return tensor.index_select(dim, torch.tensor(rows).to(tensor.device, non_blocking=True))
+
+
 class _Prompt:
     """The distinct rows of a prefill.
 
     Attributes:
-        ids, mask: [rows, columns]; mask bool on the CPU, or None: no pads.
+        ids, mask: [rows, columns] on the CPU; mask bool, or None: no pads.
+        inputs: the ids where the model takes them; without columns where the prompt is given as embeddings.
+        positions: `position_ids` of all rows of the call on the CPU; None: not given.
         embeds: [rows, columns, hidden size] where the prompt is given so, and `ids` are their fingerprints; else None.
         origin: for every row of the call the distinct row it equals.
         chosen: for every distinct row a row of the call that it stands for.
@@ -293,10 +310,22 @@ class _Prompt:
         lead: pads in front of each row.
     """
 
-    def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None, merge: bool, embeds: torch.Tensor | None = None):
-        if embeds is not None:
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        merge: bool,
+        embeds: torch.Tensor | None = None,
+    ):
+        shown = None if mask is None else mask != 0
+        if embeds is None:
+            ids, shown, self.positions = _on_host(inputs, shown, positions)
+        else:
             ids = fingerprints(embeds)
-        shown = None if mask is None or bool((mask != 0).all()) else (mask != 0).cpu()
+            shown, self.positions = _on_host(shown, positions)
+        assert ids is not None
+        shown = None if shown is None or bool(shown.all()) else shown.bool()
         rows = ids.tolist()
         pads = [()] * len(rows) if shown is None else [tuple(row) for row in shown.tolist()]
         seen: dict[Any, int] = {}
@@ -310,7 +339,8 @@ class _Prompt:
             self.origin.append(seen[key])
         whole = len(self.chosen) == len(rows)
         self.ids = ids if whole else ids[self.chosen]
-        self.embeds = embeds if embeds is None or whole else embeds[self.chosen]
+        self.inputs = inputs if whole else _rows_of(inputs, self.chosen)
+        self.embeds = embeds if embeds is None or whole else _rows_of(embeds, self.chosen)
         self.mask = shown if shown is None or whole else shown[self.chosen]
         self.columns = ids.shape[1]
         self.tokens: list[list[int]] | None = None
@@ -325,14 +355,14 @@ class _Prompt:
         self.tokens = [row[lead:] for row, lead in zip(distinct, self.lead, strict=True)]
 
 
-def _default_positions(prompt: _Prompt, positions: torch.Tensor | None) -> bool:
+def _default_positions(prompt: _Prompt) -> bool:
     """Whether each token's position is its place among its row's tokens."""
+    positions = prompt.positions
     if positions is None:
         return True
     if positions.ndim != 2 or positions.shape[1] != prompt.columns:
         return False
     expected = torch.arange(prompt.columns) - torch.tensor(prompt.lead)[:, None]
-    positions = positions.cpu()
     if positions.shape[0] != 1:
         positions = positions[prompt.chosen]
     same = positions == expected
@@ -361,9 +391,10 @@ def prefill(
     """
     config, pool, state = cache.pool.config, cache.pool, cache.state
     embeds = model_kwargs.get("inputs_embeds")
-    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), config.prompt_once, embeds)
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    prompt = _Prompt(input_ids, mask, positions, config.prompt_once, embeds)
     rows = len(prompt.origin)
-    plain = prompt.tokens is not None and _default_positions(prompt, model_kwargs.get("position_ids"))
+    plain = prompt.tokens is not None and _default_positions(prompt)
     plain = plain and not model.training and not pool.loose_windows and not cache.other_layers
     identity = identity_of(model) if plain and pool.index is not None else None
     if identity is not None and embeds is not None:
@@ -393,7 +424,10 @@ def prefill(
             keywords = model_kwargs
             if len(prompt.chosen) < rows:
                 keywords = of_rows(model_kwargs, rows, prompt.chosen)
-            outputs = library(prompt.ids if embeds is None else input_ids[prompt.chosen], keywords)
+            state.announced = prompt.mask
+            if prompt.mask is None:
+                state.announced = torch.ones(len(prompt.chosen), prompt.columns, dtype=torch.bool)
+            outputs = library(prompt.inputs, keywords)
         if pool.loose_windows or (state.blind and prompt.mask is not None):
             identity = None  # in the second case the model attends on its own, and pads are stored
         state.known.identity = identity
@@ -401,12 +435,13 @@ def prefill(
             state.known.note(prompt.ids, prompt.columns, prompt.mask)
             state.remember()
         if len(prompt.chosen) < rows:
-            origin = torch.tensor(prompt.origin, device=outputs.logits.device)
-            cache.batch_select_indices(origin)
-            outputs.logits = outputs.logits.index_select(0, origin)
+            cache.batch_select_indices(prompt.origin)
+            outputs.logits = _rows_of(outputs.logits, prompt.origin)
     except BaseException:
         cache.reset()
         raise
+    finally:
+        state.announced = None
     return outputs
 
 
@@ -418,13 +453,13 @@ def goes_on(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], c
         return False
     if known.ids.shape[0] > input_ids.shape[0] or input_ids.shape[0] % known.ids.shape[0]:
         return False
-    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), merge=False)
+    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), merge=False)
     repeated = known.ids[:, :past].repeat_interleave(input_ids.shape[0] // known.ids.shape[0], 0)
     return (
         prompt.tokens is not None
         and not model.training
-        and torch.equal(repeated.to(input_ids.device), input_ids[:, :past])
-        and _default_positions(prompt, model_kwargs.get("position_ids"))
+        and torch.equal(repeated.cpu(), prompt.ids[:, :past])
+        and _default_positions(prompt)
         and known.identity == identity_of(model)
     )
 
@@ -515,7 +550,7 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
     """
     prompt, state = work.prompt, cache.state
     tokens, embeds = prompt.tokens or [], prompt.embeds
-    device = prompt.ids.device if embeds is None else embeds.device
+    device = prompt.inputs.device if embeds is None else embeds.device
     done = list(work.done)
     logits: list[torch.Tensor | None] = [None] * len(tokens)
     outputs: Any = None
@@ -541,12 +576,12 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
                 last[row] = len(ids) - 1
         state.packed = counts
         outputs = model(
-            input_ids=torch.tensor([ids], device=device) if embeds is None else None,
+            input_ids=torch.tensor([ids]).to(device, non_blocking=True) if embeds is None else None,
             inputs_embeds=torch.cat(vectors).unsqueeze(0) if vectors else None,
-            position_ids=torch.tensor([positions], device=device),
+            position_ids=torch.tensor([positions]).to(device, non_blocking=True),
             use_cache=True,
             return_dict=True,
-            logits_to_keep=torch.tensor(list(last.values()) or [0], device=device),
+            logits_to_keep=torch.tensor(list(last.values()) or [0]).to(device, non_blocking=True),
             **{compat.CACHE_ARGUMENT: cache},
         )
         for place, row in enumerate(last):

@@ -28,7 +28,7 @@ class KnownTokens:
 
     Attributes:
         identity: what else the keys and values depend on; None: nothing is known.
-        ids: [rows, n] int64, n at least `columns`.
+        ids: [rows, n] int64, n at least `columns`, on the CPU or where the model has its inputs.
         columns: columns that are known and whose keys and values are written in every layer.
         real: [rows, m] bool on the CPU: which of the first m columns are tokens; later ones all are. None: all.
         torn: a forward has begun since, and may not have come to its end.
@@ -58,6 +58,8 @@ class KnownTokens:
         """The tokens of a row, pads left out."""
         if self.identity is None or self.ids is None:
             return []
+        if not self.ids.is_cpu:
+            self.ids = self.ids[:, : self.columns].cpu()  # all rows at once: a read waits for the device
         ids = self.ids[index, : self.columns]
         if self.real is not None:
             shown = self.real[index, : self.columns]
@@ -86,6 +88,10 @@ class CacheState:
         writes: layers that have written in `step`.
         blind: a forward whose mask was not known has stored all its columns, pads too.
         trusted: the caller only appends real tokens from now on, so masks need no look on the host.
+        hides: the mask of the forward written last hid stored tokens.
+        appended: the mask of the next forward, if `generate()` has made it by appending ones to one that was seen.
+        vouched: the next forward comes with that mask.
+        announced: the mask of a prompt, [batch, columns] bool on the CPU, while its forwards run; None: not known.
         known: the token ids, as far as they are known.
         packed: the next forward carries these many tokens of each row, one row behind the other; None: a column each.
     """
@@ -109,7 +115,9 @@ class CacheState:
         self.real: torch.Tensor | None = None
         self.inner_pads = False
         self.finished: list[bool] = []
-        self.trusted = False
+        self.trusted = self.hides = self.vouched = False
+        self.appended: torch.Tensor | None = None
+        self.announced: torch.Tensor | None = None
         self.step: StepPlan | None = None
         self.writes = 0
         self.blind = False
@@ -175,7 +183,8 @@ class CacheState:
                         tables.release_all()
                     self._clear()
                 raise
-        step.hides = hides
+        step.hides = self.hides = hides
+        self.vouched = False
         self.known.torn = True
         self.columns += q_len
         self.step = step
@@ -207,7 +216,7 @@ class CacheState:
     ) -> tuple[torch.Tensor | None, bool]:
         """Which of the new columns are tokens ([batch, q_len] bool on the CPU; None: all), and whether the mask hides
         tokens that are already stored."""
-        if isinstance(padding, UnknownPadding) or self.trusted:
+        if isinstance(padding, UnknownPadding) or self.trusted or self.vouched:
             return None, False
         past = self.columns
         if padding is None:
@@ -218,6 +227,9 @@ class CacheState:
                     "token so far."
                 )
             return None, False
+        announced = self.announced
+        if announced is not None and not padding.is_cpu and announced[:, : padding.shape[1]].shape == padding.shape:
+            padding = announced[:, : padding.shape[1]]
         padding = padding.detach().to("cpu", torch.bool)
         if padding.shape[0] != batch:
             raise ValueError(f"attention_mask has {padding.shape[0]} rows, the batch has {batch}")
@@ -241,7 +253,7 @@ class CacheState:
         new = padding[:, past : past + q_len]
         return (None if new.all() else new), hides
 
-    def hides(self, padding: torch.Tensor, q_len: int) -> bool:
+    def hidden_ahead(self, padding: torch.Tensor, q_len: int) -> bool:
         """Whether a mask over the columns before and of a forward of `q_len` columns hides any but the known pads."""
         new, hides = self._read_padding(padding, len(self.lead), q_len)
         return hides or new is not None
@@ -421,10 +433,19 @@ class CacheState:
             return False
         return any(not bool(self.real[row, lead:].all()) for row, lead in enumerate(self.lead))
 
-    def finish_rows(self, rows: Sequence[int]) -> None:
-        """Give back the blocks of rows that have stopped; they take no more tokens and attend to nothing."""
+    def finish_rows(self, rows: Sequence[int], ids: torch.Tensor | None = None) -> None:
+        """Give back the blocks of rows that have stopped; they take no more tokens and attend to nothing.
+
+        Args:
+            ids: the first known tokens of all rows, [rows, columns] on the CPU, where those known lie on a device.
+        """
+        known = self.known
+        whole = (known.ids, known.columns)
+        if ids is not None:
+            known.ids, known.columns = ids, ids.shape[1]
         with self.pool.locked():
             self.remember(row for row in rows if not self.finished[row])
+            known.ids, known.columns = whole
             for row in rows:
                 if not self.finished[row]:
                     self.finished[row] = True

@@ -393,13 +393,13 @@ def _schedule(plan: GroupPlan, band: int | None, device: torch.device, dtype: to
             lengths = torch.tensor([len(own) for own in leftovers.values()])
             mask = torch.zeros(len(rows), 1, 1, longest, dtype=dtype)
             mask.masked_fill_(torch.arange(longest) >= lengths.view(-1, 1, 1, 1), -torch.inf)
-            mask = mask.to(device)
+            mask = mask.to(device, non_blocking=True)
         pieces.append(
             _Piece(
                 rows,
                 _layer_for(used, rows),
                 False,
-                slots=slots.flatten().to(device),
+                slots=slots.flatten().to(device, non_blocking=True),
                 mask=mask,
                 index=_index(rows, plan.batch, device),
             )

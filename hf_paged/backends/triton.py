@@ -79,12 +79,13 @@ def write(key: torch.Tensor, value: torch.Tensor, memory: Memory, plan: GroupPla
     Args:
         key, value: [batch, num_kv_heads, q_len, dim]
     """
-    if any(tensor.dtype not in DTYPES for tensor in (key, value, memory.keys, memory.values)):
+    if not _has_dtypes(memory) or key.dtype not in DTYPES or value.dtype not in DTYPES:
         return False
     if key.device.type not in DEVICES:
         return False
     with torch.cuda.device_of(key):
-        keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (key, value))  # [batch * q_len, heads, dim]
+        # [batch * q_len, heads, dim]
+        keys, values = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
         write_tokens(keys, values, memory.keys, memory.values, _slots_on(plan, key))
     return True
 
@@ -135,6 +136,10 @@ def _slots_on(plan: GroupPlan, key: torch.Tensor) -> torch.Tensor:
     return plan.scratch[kept]
 
 
+def _has_dtypes(memory: Memory) -> bool:
+    return memory.layout.key_dtype in DTYPES and memory.layout.value_dtype in DTYPES
+
+
 def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> bool:
     if query.device.type not in DEVICES:
         return False
@@ -144,7 +149,7 @@ def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Att
 
 
 def _fits(query: torch.Tensor, memory: Memory) -> bool:
-    if any(dtype not in DTYPES for dtype in (query.dtype, memory.keys.dtype, memory.values.dtype)):
+    if query.dtype not in DTYPES or not _has_dtypes(memory):
         return False
     return max(memory.key_dim, memory.value_dim) <= WIDEST_HEAD
 

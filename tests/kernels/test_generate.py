@@ -1,5 +1,6 @@
 """`generate()` on the Triton backend: the tokens of the unpatched model, and kernels that wrote what was read."""
 
+import copy
 import gc
 import weakref
 from collections import Counter
@@ -8,7 +9,9 @@ import pytest
 import torch
 from models import assert_equal, pair, prompts, run
 
+import hf_paged
 from hf_paged.backends import triton as backend
+from hf_paged.commands import tiny_models
 from hf_paged.plan import GroupPlan
 from hf_paged.state import CacheState
 from hf_paged.store import LayerStore
@@ -71,6 +74,18 @@ def test_keys_and_values_that_are_one(launches):
     plain, paged = pair("deepseek_v3", backend="triton", block_size=4)
     assert_equal(plain, paged, prompts(5, 11), max_new_tokens=3, num_beams=2)
     assert all(store.once for store in paged.paged_pool.stores.values())
+    assert launches["copies"] == launches["groups that copy"] > 0
+
+
+def test_layers_that_read_what_another_wrote(launches):
+    """Gemma 3n's last layers have no keys and values of their own."""
+    plain = tiny_models.build("gemma3n_text", "Gemma3nForCausalLM")
+    paged = hf_paged.patch(copy.deepcopy(plain), backend="triton", block_size=4)
+    inputs = tiny_models.inputs_for(plain, (5, 11))
+    expected = run(plain, inputs, max_new_tokens=3, num_beams=2)
+    assert torch.equal(run(paged, inputs, max_new_tokens=3, num_beams=2), expected)
+    assert sorted(paged.paged_pool.stores) == [0, 1] and plain.config.num_hidden_layers == 4
+    assert launches["writes"] == launches["forwards"] * 2
     assert launches["copies"] == launches["groups that copy"] > 0
 
 

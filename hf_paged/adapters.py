@@ -57,6 +57,11 @@ def remove(model: PreTrainedModel) -> None:
             module.__dict__.pop(_ALIBI, None)
 
 
+def bound(module: Any) -> bool:
+    """Whether `install` has bound something to this module."""
+    return _MARK in module.__dict__
+
+
 def _adapter_of(module: Any) -> tuple[str, Any]:
     if hasattr(type(module), "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), torch.nn.Module):
         return "expand_kv", _expand_kv

@@ -51,6 +51,8 @@ def paged_attention_forward(
         [batch, q_len, num_heads, value_dim] and None: weights are not kept.
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
+        if key.layer.captured:
+            return _attend_captured(module, query, key, attention_mask, dropout, scaling, kwargs), None
         if torch.compiler.is_compiling():  # the frames before this one were not
             return _outside(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         if isinstance(attention_mask, TracedMask):
@@ -227,20 +229,14 @@ def _attend(
         plan, hides = committed
     if hides or (layer.state.blind and layer.state.hidden_by(padding)):
         return "the attention mask hides tokens that the cache holds"
-    slopes = _slopes_of(kwargs)
     if kwargs.get("alibi_column_slopes") is not None and not plan.suffix:
         return "ALiBi that counts pads"
     if plan.window is not None and (band is None or band > plan.window):
         # The mask lets queries see further than the cache keeps: what a token saw depends on how its prompt was cut.
         layer.state.pool.loose_windows = True
         layer.state.known.clear()
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if sinks is None:
-        sinks = kwargs.get("sinks")
-    if softcap is not None and compat.SDPA_IGNORES_SOFTCAP and implementation_before(module) == "sdpa":
-        softcap = None
-    if scaling is None:
-        scaling = query.shape[3] ** -0.5
+    call = _call_of(module, query, band, scaling, kwargs)
+    softcap, sinks, slopes, scaling = call.softcap, call.sinks, call.slopes, call.scale
     q_len = query.shape[2]
     if not plan.suffix and plan.first_column == 0 and fresh[0] is not None and sinks is None and slopes is None:
         before = implementation_before(module)
@@ -273,12 +269,50 @@ def _attend(
     pool = layer.state.pool
     memory = layer._store.memory  # taken once: another thread may make the store grow
     replay = plan.replay
-    out = pool.backend(query, *fresh, memory, plan, AttentionCall(scaling, band, softcap, sinks, slopes))
+    out = pool.backend(query, *fresh, memory, plan, call)
     if plan.replay is not replay:  # this layer was the first
         plan.replay.mask = mask
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
         pool.scratch_bytes = used
     return out if heads is None else heads.values(out)
+
+
+def _call_of(
+    module: torch.nn.Module, query: torch.Tensor, band: int | None, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionCall:
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if sinks is None:
+        sinks = kwargs.get("sinks")
+    if softcap is not None and compat.SDPA_IGNORES_SOFTCAP and implementation_before(module) == "sdpa":
+        softcap = None
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    return AttentionCall(scale, band, softcap, sinks, _slopes_of(kwargs))
+
+
+def _attend_captured(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: LazyKV,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention in a forward that is captured as a CUDA graph (`cuda_graphs`), which has no plan.
+
+    Raises:
+        NotImplementedError: if it cannot be computed over blocks.
+    """
+    reason = _why_dense(module, query, key, mask, dropout, kwargs)
+    if isinstance(mask, LazyMask) and mask._dense is not None:
+        reason = "the model reads its mask"
+    if reason is not None:
+        raise NotImplementedError(f"dense attention: {reason}")
+    call = _call_of(module, query, mask.window if isinstance(mask, LazyMask) else None, scaling, kwargs)
+    if not key.layer.latent:
+        return key.layer.attend(query, call)
+    heads = LatentHeads(module)
+    return heads.values(key.layer.attend(heads.bring(query), call))
 
 
 def _latent_prompts(

@@ -96,6 +96,23 @@ def identity_of(model: torch.nn.Module) -> Hashable:
             weights.append((id(parameter), version, parameter.data_ptr()))
     if offloaded:
         weights.extend(_offloaded(model))
+    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
+    if offloaded and torch.accelerator.is_available():
+        kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
+    )
+    return (
+        ("model", id(model)),
+        ("weights", tuple(weights)),
+        ("adapters", adapters_of(model)),
+        ("autocast", autocast),
+        ("salt", _salt.get()),
+    )
+
+
+def adapters_of(model: torch.nn.Module) -> Hashable:
+    """The adapters that are active or merged."""
     adapters = []
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
@@ -109,19 +126,7 @@ def identity_of(model: torch.nn.Module) -> Hashable:
                     tuple(sorted(scaling.items())) if isinstance(scaling, dict) else (),
                 )
             )
-    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
-    if offloaded and torch.accelerator.is_available():
-        kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
-    )
-    return (
-        ("model", id(model)),
-        ("weights", tuple(weights)),
-        ("adapters", tuple(adapters)),
-        ("autocast", autocast),
-        ("salt", _salt.get()),
-    )
+    return tuple(adapters)
 
 
 def fingerprints(embeds: torch.Tensor) -> torch.Tensor:
@@ -186,7 +191,7 @@ def why_not_shared(
     if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
         return "the model keeps each row's position of its own"
     understood, columns = KNOWN_KEYWORDS, input_ids.shape[1]
-    if columns == 0 and model_kwargs.get("inputs_embeds") is not None and not cache.get_seq_length() and _packs(model):
+    if columns == 0 and model_kwargs.get("inputs_embeds") is not None and not cache.get_seq_length() and packs(model):
         # Embeddings are the prompt where there are no ids; going on behind a hit is a forward of our own.
         understood, columns = KNOWN_KEYWORDS | {"inputs_embeds"}, model_kwargs["inputs_embeds"].shape[1]
     unknown = sorted(
@@ -209,8 +214,8 @@ def why_not_shared(
     return None
 
 
-def _packs(model: Any) -> bool:
-    """Whether rows can be packed into one forward of this model."""
+def packs(model: Any) -> bool:
+    """Whether rows can be packed into one forward of this model: it takes positions from `position_ids` alone."""
     text = model.config.get_text_config(decoder=True)
     if text is not model.config and model.config.model_type not in PACKED_COMPOSITES:
         return False
@@ -468,7 +473,7 @@ def prefill(
                 packed = packed or (plain and config.packed_prefill and any(work.done))
                 if not packed:
                     work.index = None  # the library goes on from a filled cache with ids
-            if packed and not _packs(model):
+            if packed and not packs(model):
                 if prompt.mask is not None:
                     pool.count_fallback(f"pads are computed: prefill of {model.config.model_type} is not packed")
                 packed = False

@@ -381,8 +381,8 @@ _ABOUT = (
     "",
     "- *`position_bias`*: a learned bias is added to every score (T5 and its relatives, Inkling). Keys and values are",
     "  in blocks; a decode step copies them together and hands them to PyTorch's attention with the bias.",
-    "- *a custom attention mask*: the mask says more than pads, causal order, a window or chunks do, so attention runs on",
-    "  dense copies with that mask. What left the window is given back all the same.",
+    "- *a custom attention mask*: the mask says more than pads, causal order, a window or chunks do, so attention runs",
+    "  on dense copies with that mask. What left the window is given back all the same.",
     "- *made dense for …*: the model does its own attention, without the library's interface, on dense copies.",
     "- *made no cache that could be paged*: its `generate()` gives its text model none, or makes one inside a forward.",
 )

@@ -256,7 +256,7 @@ def test_out_of_blocks_leaves_the_cache_as_it_was():
 # -- models that do not read blocks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["bloom", "llama4"])
+@pytest.mark.parametrize("family", ["falcon_alibi", "llama4"])
 def test_dense_attention_is_exact_and_counted(family):
     plain, paged = compiled_pair(family)
     with pytest.warns(UserWarning, match="dense"):

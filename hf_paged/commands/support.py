@@ -379,7 +379,7 @@ _ABOUT = (
     "",
     "What the notes of dense models mean:",
     "",
-    "- *`position_bias`*: a learned bias is added to each score (T5 and its relatives, Inkling). Keys and values lie in",
+    "- *`position_bias`*: each score gets a learned bias (T5 and its relatives, Inkling). Keys and values lie in",
     "  blocks; a decode step copies them together and hands them to PyTorch's attention with the bias.",
     "- *a custom attention mask*: the mask says more than pads, causal order and a window do, as chunks do (Llama 4),",
     "  so attention runs on dense copies with that mask. What left the window is given back all the same.",

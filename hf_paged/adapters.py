@@ -24,9 +24,10 @@ from . import attention, compat, traced
 from .cache import PagedCache
 from .latent import LatentHeads
 from .lazy import LazyKV
-from .traced import TracedKV, TracedMask
+from .traced import TracedKV
 
 _MARK = "_hf_paged_adapted"
+_ALIBI = "_hf_paged_slopes"
 
 
 def install(model: PreTrainedModel) -> None:
@@ -37,6 +38,8 @@ def install(model: PreTrainedModel) -> None:
         name, function = _adapter_of(module)
         if function is not None:
             module.__dict__[name] = MethodType(function, module)
+            if function in _SLOPES:
+                _slopes_on(module, _SLOPES[function], next(module.parameters()).device)
             module.__dict__[_MARK] = name
             if name == "forward":
                 # Their classes do not let it be set, and the masks of this implementation are the ones to have.
@@ -51,6 +54,12 @@ def remove(model: PreTrainedModel) -> None:
         name = module.__dict__.pop(_MARK, None)
         if name is not None:
             module.__dict__.pop(name, None)
+            module.__dict__.pop(_ALIBI, None)
+
+
+def bound(module: Any) -> bool:
+    """Whether `install` has bound something to this module."""
+    return _MARK in module.__dict__
 
 
 def _adapter_of(module: Any) -> tuple[str, Any]:
@@ -137,6 +146,9 @@ def _over_blocks(
     """
     query, key, value = states
     key, value = cache.update(key, value, module.layer_idx)
+    if isinstance(key, TracedKV) and isinstance(value, TracedKV):
+        name = "alibi_column_slopes" if by_column else "alibi_slopes"
+        return traced.attend(module, query, key, mask, 0.0, scaling, {name: slopes}).flatten(2)
     if isinstance(key, LazyKV) and isinstance(value, LazyKV):
         out = attention.alibi_attention(module, query, key, mask, scaling, slopes, by_column)
         if out is not None:
@@ -145,18 +157,21 @@ def _over_blocks(
     return _Written(key, value)
 
 
-@torch.compiler.disable
-def _uncompiled(function: Callable, cache: PagedCache, /, *args: Any, **kwargs: Any) -> Any:
-    """Call one of the forwards here outside of the graph that is being traced. Counted."""
-    cache.pool.count_fallback("a compiled graph breaks at attention with ALiBi", cache.state.fallbacks)
-    args = tuple(entry.lazy() if isinstance(entry, TracedMask) else entry for entry in args)
-    kwargs = {name: entry.lazy() if isinstance(entry, TracedMask) else entry for name, entry in kwargs.items()}
-    return function(*args, **kwargs)
+def _slopes_on(module: Any, make: Callable, device: torch.device) -> torch.Tensor:
+    """ALiBi's slopes, [num_heads] float32, kept with the module: one tensor for all that have the same."""
+    slopes = module.__dict__.get(_ALIBI)
+    if slopes is None or slopes.device != device:
+        slopes = module.__dict__[_ALIBI] = make(module, device)
+    return slopes
+
+
+def _bloom_slopes(module: Any, device: torch.device) -> torch.Tensor:
+    return _bloom_slopes_of(compat.function_beside(module, "build_alibi_tensor"), module.num_heads, device)
 
 
 @functools.cache
-def _bloom_slopes(build: Callable, num_heads: int, device: torch.device) -> torch.Tensor:
-    """ALiBi's slopes, [num_heads] float32, by the modeling file's `build_alibi_tensor`: what it gives position 1."""
+def _bloom_slopes_of(build: Callable, num_heads: int, device: torch.device) -> torch.Tensor:
+    """By the modeling file's function: what it gives position 1."""
     return build(torch.ones(1, 2, device=device), num_heads, torch.float32)[:, 0, 1].contiguous()
 
 
@@ -172,14 +187,10 @@ def _bloom_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`BloomAttention.forward`. Gives no attention weights where it attends over blocks."""
-    if torch.compiler.is_compiling() and isinstance(layer_past, PagedCache):
-        rest = (layer_past, use_cache, output_attentions)
-        return _uncompiled(
-            _bloom_forward, layer_past, self, hidden_states, residual, alibi, attention_mask, *rest, **kwargs
-        )
-    if isinstance(layer_past, PagedCache) and not output_attentions and not self.training:
+    blocks = isinstance(layer_past, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
+    if blocks and not output_attentions and not self.training:
         states = self._reshape(self.query_key_value(hidden_states))
-        slopes = _bloom_slopes(compat.function_beside(self, "build_alibi_tensor"), self.num_heads, hidden_states.device)
+        slopes = _slopes_on(self, _bloom_slopes, hidden_states.device)
         out = _over_blocks(self, layer_past, states, attention_mask, self.inv_norm_factor, slopes, by_column=False)
         if isinstance(out, torch.Tensor):
             return self.dense(out) + residual, None
@@ -188,10 +199,13 @@ def _bloom_forward(
     return own(self, hidden_states, residual, alibi, attention_mask, layer_past, use_cache, output_attentions, **kwargs)
 
 
+def _mpt_slopes(module: Any, device: torch.device) -> torch.Tensor:
+    return _mpt_slopes_of(compat.function_beside(module, "build_mpt_alibi_tensor"), module.n_heads, device)
+
+
 @functools.cache
-def _mpt_slopes(build: Callable, num_heads: int, device: torch.device) -> torch.Tensor:
-    """ALiBi's slopes, [num_heads] float32, by the modeling file's `build_mpt_alibi_tensor`: what it takes off the last
-    key but one."""
+def _mpt_slopes_of(build: Callable, num_heads: int, device: torch.device) -> torch.Tensor:
+    """By the modeling file's function: what it takes off the last key but one."""
     return -build(num_heads, 2, device=device)[:, 0, 0].contiguous()
 
 
@@ -200,17 +214,20 @@ def _mpt_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`MptAttention.forward`. Gives no attention weights where it attends over blocks."""
     cache: Any = kwargs.get(compat.CACHE_ARGUMENT)
-    if torch.compiler.is_compiling() and isinstance(cache, PagedCache):
-        return _uncompiled(_mpt_forward, cache, self, hidden_states, position_bias, **kwargs)
-    if isinstance(cache, PagedCache) and position_bias is not None and not self.training:
+    blocks = isinstance(cache, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
+    if blocks and position_bias is not None and not self.training:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (part.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
-        slopes = _mpt_slopes(compat.function_beside(self, "build_mpt_alibi_tensor"), self.n_heads, hidden_states.device)
+        slopes = _slopes_on(self, _mpt_slopes, hidden_states.device)
         mask = kwargs.get("attention_mask")
         out = _over_blocks(self, cache, (query, key, value), mask, self.softmax_scale, slopes, by_column=True)
         if isinstance(out, torch.Tensor):
             return self.out_proj(out), None
         kwargs[compat.CACHE_ARGUMENT] = out
     return type(self).forward(self, hidden_states, position_bias, **kwargs)
+
+
+# Which of the functions above adds slopes, and what makes them.
+_SLOPES: dict[Callable, Callable] = {_bloom_forward: _bloom_slopes, _mpt_forward: _mpt_slopes}

@@ -51,6 +51,8 @@ def paged_attention_forward(
         [batch, q_len, num_heads, value_dim] and None: weights are not kept.
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
+        if key.layer.captured:
+            return _attend_captured(module, query, key, attention_mask, dropout, scaling, kwargs), None
         if torch.compiler.is_compiling():  # the frames before this one were not
             return _outside(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         if isinstance(attention_mask, TracedMask):
@@ -80,7 +82,7 @@ def alibi_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: LazyKV,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Any,
     scaling: float,
     slopes: torch.Tensor,
     by_column: bool = False,
@@ -96,8 +98,15 @@ def alibi_attention(
         [batch, q_len, num_heads, value_dim]; None, counted, where it has to be computed densely. The step is written
         then, as far as the mask says what to write.
     """
-    kwargs = {"alibi_slopes": slopes, "alibi_by_column": by_column}
+    if torch.compiler.is_compiling():  # the frames before this one were not
+        return _alibi_outside(module, query, key, attention_mask, scaling, slopes, by_column)
+    if isinstance(attention_mask, TracedMask):
+        attention_mask = attention_mask.lazy()
+    kwargs = {"alibi_column_slopes" if by_column else "alibi_slopes": slopes}
     return _over_blocks(module, query, key, attention_mask, 0.0, scaling, kwargs, None)
+
+
+_alibi_outside = torch.compiler.disable(alibi_attention)
 
 
 def _over_blocks(
@@ -148,7 +157,7 @@ def _repeat(
     replay = step.groups[layer.group].replay
     if replay is None or replay.mask is not mask or replay.scale != scaling or dropout:
         return None
-    if replay.slopes is not kwargs.get("alibi_slopes"):
+    if replay.slopes is not _slopes_of(kwargs):
         return None
     if not _UNLIKE_KEYWORDS.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _UNLIKE_KEYWORDS):
         return None
@@ -160,6 +169,11 @@ def _repeat(
         layer._pending = None
         state.wrote()
     return out
+
+
+def _slopes_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    slopes = kwargs.get("alibi_slopes")
+    return kwargs.get("alibi_column_slopes") if slopes is None else slopes
 
 
 def _why_dense(
@@ -215,20 +229,14 @@ def _attend(
         plan, hides = committed
     if hides or (layer.state.blind and layer.state.hidden_by(padding)):
         return "the attention mask hides tokens that the cache holds"
-    slopes = kwargs.get("alibi_slopes")
-    if kwargs.get("alibi_by_column") and not plan.suffix:
+    if kwargs.get("alibi_column_slopes") is not None and not plan.suffix:
         return "ALiBi that counts pads"
     if plan.window is not None and (band is None or band > plan.window):
         # The mask lets queries see further than the cache keeps: what a token saw depends on how its prompt was cut.
         layer.state.pool.loose_windows = True
         layer.state.known.clear()
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if sinks is None:
-        sinks = kwargs.get("sinks")
-    if softcap is not None and compat.SDPA_IGNORES_SOFTCAP and implementation_before(module) == "sdpa":
-        softcap = None
-    if scaling is None:
-        scaling = query.shape[3] ** -0.5
+    call = _call_of(module, query, band, scaling, kwargs)
+    softcap, sinks, slopes, scaling = call.softcap, call.sinks, call.slopes, call.scale
     q_len = query.shape[2]
     if not plan.suffix and plan.first_column == 0 and fresh[0] is not None and sinks is None and slopes is None:
         before = implementation_before(module)
@@ -261,12 +269,50 @@ def _attend(
     pool = layer.state.pool
     memory = layer._store.memory  # taken once: another thread may make the store grow
     replay = plan.replay
-    out = pool.backend(query, *fresh, memory, plan, AttentionCall(scaling, band, softcap, sinks, slopes))
+    out = pool.backend(query, *fresh, memory, plan, call)
     if plan.replay is not replay:  # this layer was the first
         plan.replay.mask = mask
     if (used := plan.scratch.get("bytes", 0)) > pool.scratch_bytes:
         pool.scratch_bytes = used
     return out if heads is None else heads.values(out)
+
+
+def _call_of(
+    module: torch.nn.Module, query: torch.Tensor, band: int | None, scaling: float | None, kwargs: dict[str, Any]
+) -> AttentionCall:
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if sinks is None:
+        sinks = kwargs.get("sinks")
+    if softcap is not None and compat.SDPA_IGNORES_SOFTCAP and implementation_before(module) == "sdpa":
+        softcap = None
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    return AttentionCall(scale, band, softcap, sinks, _slopes_of(kwargs))
+
+
+def _attend_captured(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: LazyKV,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention in a forward that is captured as a CUDA graph (`cuda_graphs`), which has no plan.
+
+    Raises:
+        NotImplementedError: if it cannot be computed over blocks.
+    """
+    reason = _why_dense(module, query, key, mask, dropout, kwargs)
+    if isinstance(mask, LazyMask) and mask._dense is not None:
+        reason = "the model reads its mask"
+    if reason is not None:
+        raise NotImplementedError(f"dense attention: {reason}")
+    call = _call_of(module, query, mask.window if isinstance(mask, LazyMask) else None, scaling, kwargs)
+    if not key.layer.latent:
+        return key.layer.attend(query, call)
+    heads = LatentHeads(module)
+    return heads.values(key.layer.attend(heads.bring(query), call))
 
 
 def _latent_prompts(
@@ -359,7 +405,10 @@ def dense_attention(
     `attn_implementation="hf_paged"` has no before: it gets SDPA, or its eager function where SDPA would drop a softcap
     or sinks. Causality aligns lower-right: the last query sees every key.
     """
-    if isinstance(attention_mask, LazyMask):
+    if _slopes_of(kwargs) is not None:
+        attention_mask = _alibi_mask(query, key, attention_mask, kwargs)
+        kwargs = {name: entry for name, entry in kwargs.items() if not name.startswith("alibi_")}
+    elif isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.materialize("dense attention")
     elif isinstance(attention_mask, TracedMask):
         attention_mask = attention_mask.library()
@@ -396,6 +445,33 @@ def dense_attention(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     return eager(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _alibi_mask(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A mask to be added that has ALiBi's bias in it, [batch, num_heads, q_len, kv_len], for a compiled model whose
+    attention has to be dense.
+
+    Args:
+        mask: one of ours, or a bool one of what is seen; None: plain causal.
+    """
+    q_len, kv_len = query.shape[2], key.shape[2]
+    columns = torch.arange(kv_len, device=query.device)
+    places = columns[None]
+    if isinstance(mask, LazyMask):
+        if mask.padding is not None and kwargs.get("alibi_column_slopes") is None:
+            places = mask.padding[:, :kv_len].to(query.device).long().cumsum(1)
+            places = torch.nn.functional.pad(places, (0, kv_len - places.shape[1]))
+        mask = mask.materialize("dense attention")
+    if mask is None:
+        mask = (columns <= columns[kv_len - q_len :, None])[None, None]
+    slopes = _slopes_of(kwargs)
+    assert slopes is not None
+    bias = slopes[:, None, None] * (places - places.amax(1, keepdim=True))[:, None, None]
+    if mask.dtype != torch.bool:
+        return (bias + mask).to(query.dtype)
+    return torch.where(mask, bias, torch.finfo(query.dtype).min).to(query.dtype)
 
 
 # What each patched model's attention implementation was before, by the identity of its config (configs are not

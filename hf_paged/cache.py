@@ -38,6 +38,7 @@ class PagedLayer(compat.CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = True
+    captured = False  # see `cuda_graphs`
 
     def __init__(self, state: CacheState, index: int):
         self.state = state
@@ -389,6 +390,41 @@ class PagedCache(compat.DynamicCache):
             return traced_update(self, layer_idx, key_states, value_states)  # type: ignore[return-value]
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
+    # -- a step that is written elsewhere ---------------------------------------------------------------------------
+
+    def begin_decode(self) -> StepPlan:
+        """Plan a forward of one token for each row, whose keys and values somebody else writes in all layers.
+
+        Every layer has a store and all columns of the cache. `KVPool.copy_ahead` is left to the caller. What follows is
+        `end_decode`, or a forward, whose layers then join this step.
+
+        Raises:
+            OutOfBlocks: the cache is as it was.
+        """
+        layers, state = self.paged_layers, self.state
+        for layer in layers:
+            layer.flush()
+        first, rows = layers[0], state.rows
+        assert rows is not None
+        heads, key_dim, value_dim, key_dtype, value_dtype, device = self.pool.stores[first.index].signature
+        key, value = (
+            torch.empty((), dtype=dtype, device=device).expand(rows, heads, 1, dim)
+            for dtype, dim in ((key_dtype, key_dim), (value_dtype, value_dim))
+        )
+        trusted, state.trusted = state.trusted, True
+        try:
+            return state.begin_step(first.index, key, value, None)
+        finally:
+            state.trusted = trusted
+
+    def end_decode(self, step: StepPlan) -> None:
+        """Every layer has been written."""
+        for layer in self.paged_layers:
+            layer.columns = step.end
+            layer._store = self.pool.stores[layer.index]
+            layer.forget_step()
+            self.state.wrote()
+
     # -- numbers ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> PagedStats:
@@ -432,6 +468,7 @@ class PagedCache(compat.DynamicCache):
         self.state.columns, self.state.step = columns, None
         for layer in self.paged_layers:
             layer.columns = columns
+            layer._store = layer._store or self.pool.stores.get(layer.index)  # may be read before it is written to
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change.

@@ -31,6 +31,9 @@ class PagedConfig:
             block table; needs a GPU, and has not run on one yet), "flash_attn" (the package flash-attn, not run yet
             either; FlashAttention 2 takes `block_size=256` only, 3 any), "auto" (native where there is a compiler, else
             torch) or "reference" (naive, float32, slow: for comparisons).
+        cuda_graphs: capture the decode steps of a patched model's `generate()` as CUDA graphs and replay them: one
+            launch a step instead of many a layer. For `backend="triton"` on a GPU (not run on one yet); what cannot be
+            captured runs without, counted in `stats().fallbacks`.
         prompt_once: compute and store a prompt once for all its beams or samples, then fork it.
         free_finished_rows: give back the blocks of rows that have stopped while other rows of the batch go on. Only
             where nothing of these rows is returned but their tokens.
@@ -49,6 +52,7 @@ class PagedConfig:
     free_finished_rows: bool = True
     packed_prefill: bool = True
     max_packed_tokens: int = 8192
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         size = self.block_size

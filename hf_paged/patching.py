@@ -3,23 +3,27 @@
 Nothing of `generate` is copied. Functions of this module are bound to the instance over the methods that `generate`
 calls through `self`, so that a deep-copied model is patched for itself:
 
+- `_expand_inputs_for_generation` notes what a prompt with images was before it was repeated for beams or samples;
 - `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
 - `_prefill` computes what is not there yet, once (see `prefill`);
 - `_update_model_kwargs_for_generation` and `prepare_inputs_for_generation` vouch for a mask that has been seen but for
   the ones appended, so that a decode step need not wait for a device to read it;
 - `_get_stopping_criteria` learns what was generated, to find it again, and which rows have stopped, so that they can
-  give their blocks back.
+  give their blocks back;
+- `forward`, with `PagedConfig.cuda_graphs` only, replays decode steps (see `cuda_graphs`).
 """
 
+import contextvars
 import copy
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
@@ -30,6 +34,9 @@ from .config import PagedConfig
 from .cross import CrossCache
 from .pool import KVPool
 from .stats import PagedStats
+
+if TYPE_CHECKING:
+    from .cuda_graphs import Graphs
 
 ModelT = TypeVar("ModelT")
 
@@ -62,11 +69,15 @@ class PatchState:
         self.pool = pool
         self.implementations: list[tuple[Any, Any]] = []  # (config object, attention implementation before)
         self.methods: list[str] = []
+        self.graphs: Graphs | None = None
+        self.forward: Callable[..., Any] | None = None  # the function bound over the model's forward, to replay graphs
 
     def __deepcopy__(self, memo: dict) -> "PatchState":
         other = PatchState(copy.deepcopy(self.config, memo), copy.deepcopy(self.pool, memo))
         other.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
         other.methods = list(self.methods)
+        other.graphs = None if self.graphs is None else type(self.graphs)(other.pool)
+        other.forward = self.forward
         for config, name in other.implementations:
             attention.remember_implementation(config, name)
         return other
@@ -119,6 +130,8 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
             state.methods.append("prepare_inputs_for_generation")
         target.__dict__["paged_pool"] = pool
         target.__dict__[_STATE] = state
+        if wanted.cuda_graphs:
+            _replay_steps(target, state)
     except BaseException:
         target.__dict__[_STATE] = state
         unpatch(target)
@@ -134,6 +147,8 @@ def unpatch(model: ModelT) -> ModelT:
         adapters.remove(target)
         for name in [*state.methods, "paged_pool"]:
             target.__dict__.pop(name, None)
+        if state.forward is not None and getattr(target.__dict__.get("forward"), "__func__", None) is state.forward:
+            del target.__dict__["forward"]
         for config, implementation in state.implementations:
             config._attn_implementation_internal = implementation
             attention.forget_implementation(config)
@@ -154,12 +169,40 @@ def patched(model: ModelT, config: PagedConfig | None = None, **options: Any) ->
         elif target.__dict__.get(_STATE) is not before:
             unpatch(model)
             patch(model, before.config)
-            target.__dict__[_STATE].pool = target.__dict__["paged_pool"] = before.pool
+            state = target.__dict__[_STATE]
+            state.pool = target.__dict__["paged_pool"] = before.pool
+            if state.graphs is not None and before.graphs is not None:
+                state.graphs = before.graphs  # they are of that pool
 
 
 def pool_of(model: Any) -> KVPool:
     """The pool of a patched model."""
     return _state_of(compat.generating_model(model)).pool
+
+
+def _replay_steps(model: PreTrainedModel, state: PatchState) -> None:
+    """Bind a forward that replays CUDA graphs where it can."""
+    if state.config.backend != "triton":
+        state.pool.count_fallback(f"cuda_graphs needs backend='triton', not {state.config.backend!r}")
+        return
+    if "forward" in model.__dict__:
+        state.pool.count_fallback("cuda_graphs needs the model's own forward, and this one is wrapped")
+        return
+    from .cuda_graphs import Graphs
+
+    own = type(model).forward
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        now: PatchState | None = self.__dict__.get(_STATE)
+        if now is not None and now.graphs is not None and not args:
+            output = now.graphs.step(self, own, kwargs)
+            if output is not None:
+                return output
+        return own(self, *args, **kwargs)
+
+    state.graphs, state.forward = Graphs(state.pool), forward
+    model.__dict__["forward"] = MethodType(forward, model)
 
 
 def _refuse(model: PreTrainedModel) -> None:
@@ -224,11 +267,32 @@ def _implementation(model: PreTrainedModel) -> str | dict[str, str]:
 class _Call:
     """One generate() call, carried on its own copy of the generation config."""
 
-    def __init__(self, cache: PagedCache, copies: int, owned: bool, generation_mode: Any):
+    def __init__(self, cache: PagedCache, copies: int, owned: bool, generation_mode: Any, graphs: "Graphs | None"):
         self.cache = cache
+        self.session = None if graphs is None else graphs.open(cache)  # it ends with this object
         self.copies = copies  # rows made of one prompt
         self.owned = owned  # the cache was made here and nobody sees it afterwards
         self.mode = str(getattr(generation_mode, "value", generation_mode))
+        self.before: prefill.Unrepeated | None = None
+
+
+# From `_expand_inputs_for_generation` to `_prepare_cache_for_generation`, which generate() calls one after the other.
+_unrepeated: contextvars.ContextVar[prefill.Unrepeated | None] = contextvars.ContextVar(
+    "hf_paged_unrepeated", default=None
+)
+
+
+def _expand_inputs_for_generation(
+    self: Any, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **model_kwargs: Any
+) -> Any:
+    before = None
+    if expand_size > 1 and input_ids is not None and self.config.model_type in prefill.IMAGES_ONCE:
+        before = prefill.Unrepeated(input_ids, model_kwargs)
+    _unrepeated.set(before)
+    library = inspect.getattr_static(type(self), "_expand_inputs_for_generation")  # up to 5.23 a static method
+    return library.__get__(self, type(self))(
+        expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **model_kwargs
+    )
 
 
 def _state_of(model: Any) -> PatchState:
@@ -251,6 +315,8 @@ def _prepare_cache_for_generation(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs
         )
     state = _state_of(self)
+    before = _unrepeated.get()
+    _unrepeated.set(None)
     if generation_config.output_attentions:
         raise ValueError(
             "output_attentions=True needs the eager attention implementation, which hf_paged replaces. Call "
@@ -272,7 +338,7 @@ def _prepare_cache_for_generation(
             cache.state.expected_columns = max_cache_length
             if cache.pool.owner is None:
                 cache.pool.owner = weakref.ref(self)
-            generation_config._hf_paged_call = _Call(cache, copies, False, generation_mode)
+            generation_config._hf_paged_call = _Call(cache, copies, False, generation_mode, state.graphs)
         else:
             state.pool.count_fallback(f"a {type(given).__name__} was passed in, so generate() is not paged")
         return result
@@ -297,7 +363,8 @@ def _prepare_cache_for_generation(
     else:
         model_kwargs[name] = cache
     owned = not generation_config.return_dict_in_generate and not generation_config.is_assistant
-    generation_config._hf_paged_call = _Call(cache, copies, owned, generation_mode)
+    call = generation_config._hf_paged_call = _Call(cache, copies, owned, generation_mode, state.graphs)
+    call.before = before
     return result
 
 
@@ -348,6 +415,12 @@ def _prefill(
             known.clear()
         if repeats > 1 and reason is None:
             reason = _why_not_once(input_ids, model_kwargs, repeats, cache)
+        before = None  # the keywords of the rows before they were repeated
+        if repeats > 1 and reason is not None and call.before is not None:
+            if not prefill.why_images_are_not_once(self, input_ids, generation_config, model_kwargs, cache):
+                before = call.before.for_images(self, input_ids, model_kwargs, repeats)
+            call.before = None
+            reason = None if before is not None else reason
         if repeats > 1 and reason is not None:
             state.pool.count_fallback(
                 f"the prompt is computed once per beam or sample: {reason}", cache.state.fallbacks
@@ -355,9 +428,9 @@ def _prefill(
         if repeats == 1 or reason is not None:
             outputs = compute(input_ids, model_kwargs)
         else:
-            outputs = compute(
-                input_ids[::repeats], prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
-            )
+            if before is None:
+                before = prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
+            outputs = compute(input_ids[::repeats], before)
             cache.batch_repeat_interleave(repeats)
             outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
         if known.identity is not None:
@@ -544,6 +617,7 @@ def _paged_stats(self: Any) -> PagedStats:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
+    "_expand_inputs_for_generation": _expand_inputs_for_generation,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
     "_prefill": _prefill,
     "_get_stopping_criteria": _get_stopping_criteria,

@@ -88,6 +88,7 @@ class KVPool:
         self.stores: dict[int, LayerStore] = {}
         self.fallbacks: Counter[str] = Counter()
         self.scratch_bytes = 0
+        self.graph_captures = self.graph_steps = 0
         self._lock = threading.RLock()
         self._depth = 0
         self._orphans: deque[tuple[list[RowTables], Any]] = deque()
@@ -115,7 +116,7 @@ class KVPool:
         an operation on this pool, so it may have to wait its turn.
         """
         self._orphans.append((tables, known))
-        if torch._C._len_torch_dispatch_stack():
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return  # while something is traced, tensors of the cache are nothing to compute with
         if self._lock.acquire(blocking=False):
             try:
@@ -314,6 +315,7 @@ class KVPool:
             if tables is None:
                 held = {id(each): each.nbytes for layer in list(self.cross_layers) for each in layer.tensors}
                 stats.cross_attention_bytes = sum(held.values())
+                stats.graph_captures, stats.graph_steps = self.graph_captures, self.graph_steps
             return stats
 
     def check(self) -> None:

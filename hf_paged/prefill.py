@@ -10,6 +10,7 @@ What `patching` calls in place of the library's `_prefill`, for a cache that is 
 """
 
 import contextvars
+import copy
 import hashlib
 import itertools
 import secrets
@@ -48,6 +49,11 @@ PACKED_COMPOSITES = frozenset(
         "qianfan_ocr", "qwen3_asr", "gemma3", "smolvlm", "video_llava", "vipllava", "voxtral",
     )
 )  # fmt: skip
+# Models whose prompts with images are computed once for their beams or samples: what a row gives depends on it and its
+# images alone, and nothing of them is kept in the model. The tests compare each.
+IMAGES_ONCE = frozenset(("gemma3", "llava"))
+# Keywords of a prefill with images; `mm_encoder_outputs` are what the vision tower has made of them.
+_IMAGE_KEYWORDS = frozenset(("mm_encoder_outputs", "pixel_values", "token_type_ids"))
 # Keywords of a prefill that say nothing of the content but ids and mask.
 KNOWN_KEYWORDS = frozenset(
     (
@@ -90,6 +96,23 @@ def identity_of(model: torch.nn.Module) -> Hashable:
             weights.append((id(parameter), version, parameter.data_ptr()))
     if offloaded:
         weights.extend(_offloaded(model))
+    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
+    if offloaded and torch.accelerator.is_available():
+        kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
+    )
+    return (
+        ("model", id(model)),
+        ("weights", tuple(weights)),
+        ("adapters", adapters_of(model)),
+        ("autocast", autocast),
+        ("salt", _salt.get()),
+    )
+
+
+def adapters_of(model: torch.nn.Module) -> Hashable:
+    """The adapters that are active or merged."""
     adapters = []
     for name, module in model.named_modules():
         if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
@@ -103,19 +126,7 @@ def identity_of(model: torch.nn.Module) -> Hashable:
                     tuple(sorted(scaling.items())) if isinstance(scaling, dict) else (),
                 )
             )
-    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
-    if offloaded and torch.accelerator.is_available():
-        kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
-    )
-    return (
-        ("model", id(model)),
-        ("weights", tuple(weights)),
-        ("adapters", tuple(adapters)),
-        ("autocast", autocast),
-        ("salt", _salt.get()),
-    )
+    return tuple(adapters)
 
 
 def fingerprints(embeds: torch.Tensor) -> torch.Tensor:
@@ -180,7 +191,7 @@ def why_not_shared(
     if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
         return "the model keeps each row's position of its own"
     understood, columns = KNOWN_KEYWORDS, input_ids.shape[1]
-    if columns == 0 and model_kwargs.get("inputs_embeds") is not None and not cache.get_seq_length() and _packs(model):
+    if columns == 0 and model_kwargs.get("inputs_embeds") is not None and not cache.get_seq_length() and packs(model):
         # Embeddings are the prompt where there are no ids; going on behind a hit is a forward of our own.
         understood, columns = KNOWN_KEYWORDS | {"inputs_embeds"}, model_kwargs["inputs_embeds"].shape[1]
     unknown = sorted(
@@ -203,14 +214,70 @@ def why_not_shared(
     return None
 
 
-def _packs(model: Any) -> bool:
-    """Whether rows can be packed into one forward of this model."""
+def packs(model: Any) -> bool:
+    """Whether rows can be packed into one forward of this model: it takes positions from `position_ids` alone."""
     text = model.config.get_text_config(decoder=True)
     if text is not model.config and model.config.model_type not in PACKED_COMPOSITES:
         return False
     if text.model_type not in PACKED_TYPES or text._attn_implementation != attention.NAME:
         return False
     return compat.latent_dims(text) is None or latent.all_fit(model)
+
+
+class Unrepeated:
+    """What generate() was given, before it repeated each row for beams or samples.
+
+    Attributes:
+        input_ids: [rows, columns].
+        keywords: the model's keywords.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, keywords: dict[str, Any]):
+        self.input_ids, self.keywords = input_ids, dict(keywords)
+        encoded = keywords.get("mm_encoder_outputs")
+        if isinstance(encoded, dict):  # the library repeats what is inside in place
+            self.keywords["mm_encoder_outputs"] = {name: copy.copy(entry) for name, entry in encoded.items()}
+
+    def for_images(
+        self, model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], copies: int
+    ) -> dict[str, Any] | None:
+        """The keywords of a prefill with images over the rows before they were repeated; None: that would not be the
+        same.
+
+        Args:
+            input_ids, model_kwargs: of the repeated rows, as generate() prepared them.
+            copies: how often each row was repeated.
+        """
+        rows = self.input_ids.shape[0]
+        if not torch.equal(input_ids, self.input_ids.repeat_interleave(copies, 0)):
+            return None
+        keywords = dict(model_kwargs)
+        for name, entry in model_kwargs.items():
+            own = self.keywords.get(name)
+            if name == "mm_encoder_outputs" and entry:
+                keywords[name] = own
+            elif isinstance(entry, torch.Tensor) and entry.ndim:
+                if own is None or len(own) != rows or not torch.equal(entry, own.repeat_interleave(copies, 0)):
+                    return None
+                keywords[name] = own
+        if keywords.get("pixel_values") is not None:
+            # Images were repeated one by one, which is right only for one in each row.
+            config = model.config
+            token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+            counts = (self.input_ids == (-1 if token is None else token)).sum(1)
+            if not bool((counts == counts[0]).all()) or not counts[0]:
+                return None
+        return keywords
+
+
+def why_images_are_not_once(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
+) -> str | None:
+    """Why a prompt with images cannot be computed once for its beams or samples, beside the images."""
+    if model.config.model_type not in IMAGES_ONCE or cache.get_seq_length() or model.training:
+        return "images"
+    others = {name: entry for name, entry in model_kwargs.items() if name not in _IMAGE_KEYWORDS}
+    return why_not_shared(model, input_ids, generation_config, others, cache)
 
 
 def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) -> dict[str, Any]:
@@ -406,7 +473,7 @@ def prefill(
                 packed = packed or (plain and config.packed_prefill and any(work.done))
                 if not packed:
                     work.index = None  # the library goes on from a filled cache with ids
-            if packed and not _packs(model):
+            if packed and not packs(model):
                 if prompt.mask is not None:
                     pool.count_fallback(f"pads are computed: prefill of {model.config.model_type} is not packed")
                 packed = False

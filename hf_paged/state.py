@@ -253,6 +253,11 @@ class CacheState:
         new = padding[:, past : past + q_len]
         return (None if new.all() else new), hides
 
+    def hidden_ahead(self, padding: torch.Tensor, q_len: int) -> bool:
+        """Whether a mask over the columns before and of a forward of `q_len` columns hides any but the known pads."""
+        new, hides = self._read_padding(padding, len(self.lead), q_len)
+        return hides or new is not None
+
     def hidden_by(self, padding: torch.Tensor | None) -> bool:
         """Whether a mask hides tokens that a forward without a known mask has stored.
 

@@ -28,6 +28,9 @@ class PagedStats:
         evictions: cached blocks that were reused for new content.
         preemptions: rows that had to give their blocks back before they were finished.
         peak_used_blocks: the most blocks in use at one time.
+        graph_captures: decode steps that were captured as CUDA graphs (`PagedConfig.cuda_graphs`); like the next one
+            counted for a pool, not for a single cache.
+        graph_steps: decode steps that were replayed.
         fallbacks: reason → calls that took a dense path or went without a saving.
     """
 
@@ -50,4 +53,6 @@ class PagedStats:
     evictions: int = 0
     preemptions: int = 0
     peak_used_blocks: int = 0
+    graph_captures: int = 0
+    graph_steps: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)

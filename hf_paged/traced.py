@@ -124,12 +124,6 @@ class TracedKV(Traced):
     def new(self) -> torch.Tensor:
         return self.update.value if self.which else self.update.key
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.Tensor.to`; nothing where it names the device or the dtype that it has."""
-        if not kwargs and len(args) == 1 and (args[0] == self.device or args[0] == self.dtype):
-            return self
-        return self.materialize().to(*args, **kwargs)
-
     @property
     def shape(self) -> tuple:
         batch, heads, _, dim = self.new.shape
@@ -201,14 +195,14 @@ class TracedMask(Traced):
         self.arguments = {name: entry for name, entry in arguments.items() if name != "mask_function"}
         self.eager = eager
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `torch.Tensor.to`; still a mask of this kind where it becomes boolean (mpt)."""
-        if not kwargs and args == (torch.bool,):
-            return TracedMask(self.shape, torch.bool, self.window, self.arguments, self.eager)
-        return self.materialize().to(*args, **kwargs)
-
     def materialize(self) -> torch.Tensor:
         return compat.full_mask(self._whole(), self.eager).to(self.dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """One that is added becomes one of what is hidden, as of a tensor; it stays a traced one."""
+        if args != (torch.bool,) or kwargs:
+            return self.materialize().to(*args, **kwargs)
+        return TracedMask(self.shape, torch.bool, self.window, self.arguments, self.eager)
 
     def library(self) -> torch.Tensor | None:
         """What the library's mask function gives; None where its attention needs no mask."""

@@ -44,9 +44,9 @@ def test_prompts_longer_than_a_chunk_of_queries(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lost_slope_would_be_seen(family, monkeypatch):
     """So the other tests are loud if a path drops it."""
-    name = f"_{family}_slopes"
-    slopes = getattr(adapters, name)
-    monkeypatch.setattr(adapters, name, lambda *args: torch.zeros_like(slopes(*args)))
+    forward = getattr(adapters, f"_{family}_forward")
+    slopes = adapters._SLOPES[forward]
+    monkeypatch.setitem(adapters._SLOPES, forward, lambda *args: torch.zeros_like(slopes(*args)))
     plain, paged = pair(family, block_size=4)
     options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
     outputs = [run(model, prompts(12), **options).logits for model in (plain, paged)]
@@ -56,8 +56,8 @@ def test_a_lost_slope_would_be_seen(family, monkeypatch):
 
 def test_all_layers_share_one_tensor_of_slopes():
     """Or no layer could repeat what the first has worked out."""
-    build_alibi_tensor = compat.function_beside(build("bloom").transformer, "build_alibi_tensor")
-    first, second = (adapters._bloom_slopes(build_alibi_tensor, 4, torch.device("cpu")) for _ in range(2))
+    model = hf_paged.patch(build("bloom"))
+    first, second = (layer.self_attention.__dict__[adapters._ALIBI] for layer in model.transformer.h)
     assert first is second
     assert torch.equal(first, torch.tensor([2**-2.0, 2**-4.0, 2**-6.0, 2**-8.0]))
 
@@ -66,7 +66,7 @@ def test_all_layers_share_one_tensor_of_slopes():
 def test_layers_of_unlike_slopes_do_not_repeat_one_another(backend, monkeypatch):
     """No model has such, but the backends do not know."""
     slopes = itertools.cycle([torch.tensor([0.5, 0.1, 0.02, 0.004]), torch.tensor([0.01, 0.2, 0.9, 0.3])])
-    monkeypatch.setattr(adapters, "_bloom_slopes", lambda *args: next(slopes))  # two layers, in turn
+    monkeypatch.setitem(adapters._SLOPES, adapters._bloom_forward, lambda *args: next(slopes))  # two layers, in turn
     model, outputs = build("bloom"), []
     options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
     for name in ("reference", backend):

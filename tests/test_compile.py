@@ -256,18 +256,9 @@ def test_out_of_blocks_leaves_the_cache_as_it_was():
 # -- models that do not read blocks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family, kind", [("bloom", "BloomForCausalLM"), ("mpt", "MptForCausalLM")])
-def test_alibi_breaks_the_graph_and_is_counted(family, kind):
-    plain = tiny_models.build(family, kind)
-    paged = compiled(hf_paged.patch(copy.deepcopy(plain), block_size=4), fullgraph=False)
-    for options in ({}, {"num_beams": 3}):
-        expected = run(plain, prompts(3, 9), max_new_tokens=6, **options)
-        assert torch.equal(expected, run(paged, prompts(3, 9), max_new_tokens=6, **options))
-    assert set(paged.paged_stats().fallbacks) == {"a compiled graph breaks at attention with ALiBi"}
-
-
-def test_dense_attention_is_exact_and_counted():
-    plain, paged = compiled_pair("llama4")
+@pytest.mark.parametrize("family", ["falcon_alibi", "llama4"])
+def test_dense_attention_is_exact_and_counted(family):
+    plain, paged = compiled_pair(family)
     with pytest.warns(UserWarning, match="dense"):
         agree_warned(plain, paged, prompts(3, 9), max_new_tokens=6)
     assert any("dense" in reason for reason in paged.paged_stats().fallbacks)
@@ -314,7 +305,7 @@ def test_layers_that_read_the_keys_of_another():
     paged = compiled(hf_paged.patch(copy.deepcopy(plain), block_size=4))
     inputs = prompts(3, 9)
     assert torch.equal(run(plain, inputs, max_new_tokens=9), run(paged, inputs, max_new_tokens=9))
-    assert not any("dense" in reason for reason in paged.paged_stats().fallbacks)
+    assert not paged.paged_stats().fallbacks
 
 
 # -- handles -----------------------------------------------------------------------------------------------------------
@@ -386,3 +377,15 @@ def test_the_op_is_what_it_says():
         (key, value, True, cache.handle.number, 0, cache.get_seq_length() + 3),
         test_utils="test_schema",
     )
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_alibi_stays_over_blocks(family):
+    plain, paged = compiled_pair(family)
+    agree(plain, paged, prompts(5, 12), max_new_tokens=5)
+    agree(plain, paged, prompts(9), max_new_tokens=5, num_beams=3)
+    assert paged.paged_stats().fallbacks == {}
+    right = prompts(5, 12, side="right")
+    agree(plain, paged, right, max_new_tokens=5)
+    reasons = [] if family == "bloom" else ["dense attention: ALiBi that counts pads"]
+    assert list(paged.paged_stats().fallbacks) == reasons

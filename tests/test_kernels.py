@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "kernels"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for this platform")
 def test_the_kernels_pass_their_tests_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", str(FOLDER)]

@@ -68,7 +68,7 @@ def test_a_third_has_every_kind_of_attention():
 def test_the_sweep_finds_what_it_should():
     """One of each class, and a model that dies costs its own line only."""
     entries = {entry[2]: entry for entry in tiny_models.entries()}
-    names = ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "BloomForCausalLM", "MambaForCausalLM"]
+    names = ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "BigBirdForCausalLM", "MambaForCausalLM"]
     lines = support.sweep([entries[name] for name in names] + [("text", "llama", "NoSuchModel")])
     assert [line.kind for line in lines] == ["paged", "paged", "dense", "refused", "not built"]
     assert all(line.reason for line in lines[2:])

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import transformers
-from models import _COMMON, assert_equal, paged_part, prompts, randomise, run
+from models import _COMMON, Computed, assert_equal, paged_part, prompts, randomise, run
 
 import hf_paged
+from hf_paged import prefill
 from hf_paged.cross import CrossLayer
 
 IMAGE, START = 95, 96
@@ -131,10 +132,45 @@ def test_with_an_image(name, mode):
     inputs = images(name, 10, 13)
     assert_equal(plain, paged, inputs, max_new_tokens=10, **MODES[mode])
     assert paged.paged_stats().peak_used_blocks > 0
+    once = not any("once per beam" in reason for reason in paged.paged_stats().fallbacks)
+    assert once == (mode == "greedy" or name in prefill.IMAGES_ONCE)
     other = {**inputs, "pixel_values": inputs["pixel_values"].flip(0)}
     kept = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True, **MODES[mode]}
     first, second = (run(model, each, **kept).logits[0] for model, each in ((plain, inputs), (paged, other)))
     assert (first - second).abs().max() > 1e-3  # another image makes other logits: it is seen
+
+
+@pytest.mark.parametrize("name", sorted(prefill.IMAGES_ONCE))
+def test_a_prompt_with_an_image_is_computed_once(name):
+    """For its beams and its samples. The images of a batch are unlike, and each row keeps its own."""
+    plain = build(name)
+    paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+    computed = Computed(paged.model.language_model)
+    for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 4}):
+        inputs = images(name, 13, 13)
+        run(paged, inputs, max_new_tokens=1, **options)
+        assert computed.since() == 26
+        assert_equal(plain, paged, inputs, max_new_tokens=8, **options)
+        computed.since()
+    off = hf_paged.patch(copy.deepcopy(plain), block_size=4, prompt_once=False)
+    computed = Computed(off.model.language_model)
+    assert_equal(plain, off, inputs, max_new_tokens=1, num_beams=3)
+    assert computed.since() == 2 * 3 * 26
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (2, 0), (0, 1)], ids=str)
+def test_rows_with_unlike_numbers_of_images(counts):
+    """What the library does with them, which is not the same in all versions: also where beams share an image."""
+    plain = build("llava")
+    paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+    inputs = prompts(20, 16)
+    ids = inputs["input_ids"].clamp_(max=90)
+    for row, count in enumerate(counts):
+        for place in range(count):
+            ids[row, 8 + 5 * place : 12 + 5 * place] = IMAGE
+    inputs["pixel_values"] = torch.randn(sum(counts), 3, 4, 4, generator=torch.Generator().manual_seed(4))
+    for options in MODES.values():
+        assert_equal(plain, paged, inputs, max_new_tokens=6, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,7 @@ each row has for itself is left to decode, and the parts are merged by log-sum-e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -170,20 +170,25 @@ class SharedSpans:
     longest_suffix: int
 
 
-def pack_spans(
-    spans: Sequence[tuple[Sequence[int], int, int]],
-    lengths: Sequence[int],
-    members_per_tile: int,
-    device: torch.device | str,
-) -> SharedSpans:
-    """Spans as `GroupPlan.shared_spans` gives them, as tensors.
+class SpanLists(NamedTuple):
+    """What of `SharedSpans` are tensors, as lists of numbers, and `layers`."""
+
+    members: list[int]
+    tiles: list[tuple[int, int, int, int, int]]
+    covered: list[int]
+    layers: int
+
+
+def list_spans(
+    spans: Sequence[tuple[Sequence[int], int, int]], lengths: Sequence[int], members_per_tile: int
+) -> SpanLists:
+    """Spans as `GroupPlan.shared_spans` gives them, cut into tiles.
 
     Args:
         spans: `(rows, begin, end)`: positions that these rows hold in the same blocks. A row's spans follow one
             another from position 0 without gaps, and come in that order.
         lengths: tokens of each row.
         members_per_tile: see `members_per_tile`.
-        device: where the tensors go.
     """
     covered, depth = [0] * len(lengths), [0] * len(lengths)
     members: list[int] = []
@@ -200,13 +205,23 @@ def pack_spans(
             some = rows[low : low + members_per_tile]
             tiles.append((len(members), len(some), begin, end, layer))
             members.extend(some)
+    return SpanLists(members, tiles, covered, max(depth, default=0))
 
+
+def pack_spans(
+    spans: Sequence[tuple[Sequence[int], int, int]],
+    lengths: Sequence[int],
+    members_per_tile: int,
+    device: torch.device | str,
+) -> SharedSpans:
+    """What `list_spans` makes of its arguments, as tensors on a device."""
+    members, tiles, covered, layers = list_spans(spans, lengths, members_per_tile)
     sent = send([members, [number for tile in tiles for number in tile], covered], device)
     return SharedSpans(
         members=sent[0],
         tiles=sent[1].view(-1, 5),
         covered=sent[2],
-        layers=max(depth, default=0),
+        layers=layers,
         fullest=max((count for _, count, *_ in tiles), default=0),
         longest=max((end - begin for _, _, begin, end, _ in tiles), default=0),
         longest_suffix=max((length - done for length, done in zip(lengths, covered, strict=True)), default=0),

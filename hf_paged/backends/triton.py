@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from ..triton_kernels.common import send
 from ..triton_kernels.copy import StoreSet, copy_blocks, store_sets, update_table
 from ..triton_kernels.decode import decode_attention
 from ..triton_kernels.prefill import prefill_attention
-from ..triton_kernels.shared import SharedSpans, members_per_tile, pack_spans, shared_attention
+from ..triton_kernels.shared import SharedSpans, SpanLists, list_spans, members_per_tile, pack_spans, shared_attention
 from ..triton_kernels.write import write_tokens
 from . import AttentionCall, Writer, torch_strided
 
@@ -145,8 +146,12 @@ def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Att
         return False
     if not plan.suffix and (plan.window is not None or call.band is not None):
         return False  # windows count columns, and here columns are not positions
-    if plan.crosses_chunks or call.slopes is not None:
+    if call.slopes is not None or (plan.chunked and plan.crosses_chunks):
         return False
+    return _fits(query, memory)
+
+
+def _fits(query: torch.Tensor, memory: Memory) -> bool:
     if query.dtype not in DTYPES or not _has_dtypes(memory):
         return False
     return max(memory.key_dim, memory.value_dim) <= WIDEST_HEAD
@@ -209,7 +214,7 @@ def _rows_on(plan: GroupPlan, device: torch.device) -> _Rows:
 def _make_rows(plan: GroupPlan, device: torch.device) -> _Rows:
     batch, q_len = plan.batch, plan.q_len
     held = plan.tables.rows
-    tokens = [past + new if live else 0 for past, new, live in zip(plan.past, plan.new, plan.live, strict=True)]
+    tokens = _tokens(plan)
     starts = [row.start for row in held]
     parts: dict[str, list[int]] = {"lengths": tokens}
     if plan.offsets is None:
@@ -248,10 +253,166 @@ def _make_rows(plan: GroupPlan, device: torch.device) -> _Rows:
 def _spans_on(plan: GroupPlan, rows: _Rows, device: torch.device, members: int) -> SharedSpans:
     key = ("triton spans", device, members)
     if key not in plan.scratch:
-        those = [row for row, length in enumerate(rows.tokens) if length and not plan.tables.rows[row].start]
-        spans = plan.shared_spans(those, LONG_PREFIX) if len(those) > 1 else []
-        plan.scratch[key] = pack_spans(spans, rows.tokens, members, device)
+        plan.scratch[key] = pack_spans(_spans(plan), rows.tokens, members, device)
     return plan.scratch[key]
+
+
+def _spans(plan: GroupPlan) -> list[tuple[list[int], int, int]]:
+    those = [row for row, length in enumerate(_tokens(plan)) if length and not plan.tables.rows[row].start]
+    return plan.shared_spans(those, LONG_PREFIX) if len(those) > 1 else []
+
+
+def _tokens(plan: GroupPlan) -> list[int]:
+    """Tokens that each row attends to."""
+    return [past + new if live else 0 for past, new, live in zip(plan.past, plan.new, plan.live, strict=True)]
+
+
+# -- rows whose tensors stay where they are ----------------------------------------------------------------------------
+
+
+class StaticSize(NamedTuple):
+    """What the launches of a captured decode step depend on, in one layer group. Buckets: powers of two.
+
+    Attributes:
+        rows: rows there may be.
+        width: blocks that a row's table may have.
+        layers: how deep shared spans may be nested; 0: none are shared.
+        tiles: tiles of shared spans there may be.
+        members: rows of a tile.
+    """
+
+    rows: int
+    width: int
+    layers: int = 0
+    tiles: int = 0
+    members: int = 0
+
+    @classmethod
+    def of(cls, plan: GroupPlan, members: int, least_width: int) -> "StaticSize":
+        """The smallest one for a step.
+
+        Args:
+            members: rows that a tile holds the queries of, see `members_per_tile`; below 2: nothing is shared.
+            least_width: see `width`.
+        """
+        rows = power_of_two(plan.batch)
+        members = min(members, rows)
+        width = power_of_two(max(least_width, *(len(row.blocks) for row in plan.tables.rows)))
+        spans = _list_spans(plan, members) if plan.window is None and members > 1 else None
+        if spans is None or not spans.layers:
+            return cls(rows, width)
+        # Beams branch anew in every step: room for as many tiles as there are rows is room for nearly all of it.
+        tiles = max(rows, power_of_two(len(spans.tiles)))
+        return cls(rows, width, power_of_two(spans.layers), tiles, members)
+
+    def parts(self, window: int | None) -> list[int]:
+        """Numbers of each kind: lengths, then the starts and begins of `_Rows`, or `SharedSpans`' tensors."""
+        if window is not None:
+            return [self.rows] * 3
+        return [self.rows, *([self.rows * self.layers, self.tiles * 5, self.rows] if self.layers else [])]
+
+
+class StaticRows:
+    """The rows of decode steps that are captured as a CUDA graph, as one layer group sees them.
+
+    Launches depend on the sizes given here alone. A row that is finished, or beyond the batch, has length 0: it writes
+    nowhere and attends to nothing.
+
+    Args:
+        numbers: where lengths and the like lie, int32, as many as `count`.
+        size: the sizes.
+        window: of the group.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, numbers: torch.Tensor, size: StaticSize, window: int | None, block_size: int):
+        self.size, self.window, self.block_size = size, window, block_size
+        self.table = DeviceTable(numbers.device, size.rows, size.width)
+        longest = size.width * block_size
+        self.longest = longest if window is None else min(longest, window)
+        wanted = size.parts(window)
+        places = numbers.split([_aligned(count) for count in wanted])
+        parts = [place[:count] for place, count in zip(places, wanted, strict=True)]
+        self.lengths, self._slots = parts[0], torch.empty(0)
+        self.starts: torch.Tensor | None = None
+        self.begins: torch.Tensor | None = None
+        if window is not None:
+            self.starts, self.begins = parts[1:]
+        self.spans: SharedSpans | None = None
+        if size.layers:
+            fixed = dict(layers=size.layers, fullest=size.members, longest=longest, longest_suffix=longest)
+            self.spans = SharedSpans(parts[1], parts[2].view(-1, 5), parts[3], **fixed)
+
+    @staticmethod
+    def count(size: StaticSize, window: int | None) -> int:
+        """Numbers that such rows take."""
+        return sum(map(_aligned, size.parts(window)))
+
+    def update(self, plan: GroupPlan) -> list[int]:
+        """Bring the table up to date; returns what the numbers must become before it is used."""
+        held = plan.tables.rows
+        self.table.update([row.blocks for row in held])
+        parts = [_tokens(plan)]
+        if self.window is not None:
+            parts.append([row.start for row in held])
+            parts.append([max(0, past - self.window + 1) for past in plan.past])
+        elif self.spans is not None:
+            spans = _list_spans(plan, self.size.members)
+            parts.extend([spans.members, [number for tile in spans.tiles for number in tile], spans.covered])
+        numbers: list[int] = []
+        for part, count in zip(parts, self.size.parts(self.window), strict=True):
+            numbers.extend(part)
+            numbers.extend([0] * (_aligned(count) - len(part)))
+        return numbers
+
+    def locate(self) -> None:
+        """Work out, on the device, where each row's last token goes: for `write`."""
+        last = self.lengths.long() - 1
+        if self.starts is not None:
+            last = last - self.starts
+        blocks = self.table.table.gather(1, last.clamp(min=0)[:, None] // self.block_size)[:, 0].long()
+        self._slots = (blocks * self.block_size + last % self.block_size).masked_fill(self.lengths == 0, -1)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, memory: Memory) -> None:
+        """Put each row's last token, [rows, num_kv_heads, 1, dim], into its slot. `locate` comes before."""
+        with torch.cuda.device_of(key):
+            write_tokens(key[:, :, 0], value[:, :, 0], memory.keys, memory.values, self._slots)
+
+    def attend(self, query: torch.Tensor, memory: Memory, call: AttentionCall) -> torch.Tensor:
+        """[rows, num_heads, 1, key_dim] -> [rows, 1, num_heads, value_dim]
+
+        Raises:
+            NotImplementedError: if there is no kernel for it.
+        """
+        if not _fits(query, memory):
+            raise NotImplementedError(f"no kernel for {query.dtype} and head dims {memory.key_dim}, {memory.value_dim}")
+        packed = query[:, :, 0]
+        if packed.stride(2) != 1:
+            packed = packed.contiguous()
+        arguments = (packed, memory.keys, memory.values, self.table.table, self.lengths)
+        options: dict[str, Any] = dict(scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+        with torch.cuda.device_of(query):
+            if self.spans is not None and call.band is None and members_per_tile(*arguments[:3]) >= self.size.members:
+                return shared_attention(*arguments, self.spans, **options)[:, None]
+            options.update(longest=self.longest, begins=self.begins, starts=self.starts, band=call.band)
+            return decode_attention(*arguments, **options)[:, None]
+
+
+def _list_spans(plan: GroupPlan, members: int) -> SpanLists:
+    key = ("triton span lists", members)
+    if key not in plan.scratch:
+        plan.scratch[key] = list_spans(_spans(plan), _tokens(plan), members)
+    return plan.scratch[key]
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two from `count` on."""
+    return 1 << (count - 1).bit_length()
+
+
+def _aligned(count: int) -> int:
+    """Numbers to leave for `count`, so that what follows begins at a multiple of 16 bytes."""
+    return -(-count // 4) * 4
 
 
 # -- block tables, from one forward to the next -----------------------------------------------------------------------
@@ -264,10 +425,10 @@ class DeviceTable:
     Updates and the kernels that read the table are on one stream, in order.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, rows: int = 0, width: int = 0):
         self.device = device
         self.held: list[list[int]] = []
-        self.table = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
 
     def update(self, rows: list[list[int]]) -> torch.Tensor:
         """Bring the table up to date; returns it, [rows or more, width] int32.

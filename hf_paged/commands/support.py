@@ -376,6 +376,15 @@ _ABOUT = (
     "- **refused**: `patch()` raises, with this reason;",
     "- **not built**: no tiny model came about, or the unpatched one does not generate, so nothing is known;",
     "- **wrong**: something else came out. There should be none.",
+    "",
+    "What the notes of dense models mean:",
+    "",
+    "- *`position_bias`*: a learned bias is added to every score (T5 and its relatives, Inkling). Keys and values are",
+    "  in blocks; a decode step copies them together and hands them to PyTorch's attention with the bias.",
+    "- *a custom attention mask*: the mask says more than pads, causal order, a window or chunks do, so attention runs",
+    "  on dense copies with that mask. What left the window is given back all the same.",
+    "- *made dense for …*: the model does its own attention, without the library's interface, on dense copies.",
+    "- *made no cache that could be paged*: its `generate()` gives its text model none, or makes one inside a forward.",
 )
 
 

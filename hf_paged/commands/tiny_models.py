@@ -201,6 +201,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vector_quantization_hidden_dimension": 64,
         "hidden_size": 64,
     },
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "perception_lm": {"vision_config": _NO_TIMM},
     "xlm": {"causal": True},

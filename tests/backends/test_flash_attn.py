@@ -248,8 +248,9 @@ def test_many_rows_in_one_packed_forward(version, size, monkeypatch, only_flash)
         (Shape(1, 1, 264, dtype=torch.float16), {}),
         (Shape(dtype=torch.float32, stored_as=torch.float16), {}),
         (HALF, dict(sinks=torch.linspace(-1, 3, 4))),
+        (HALF, dict(slopes=torch.linspace(0.1, 1, 4))),
     ],
-    ids=["float32", "unlike dims", "dim 20", "dim 264", "another store", "sinks"],
+    ids=["float32", "unlike dims", "dim 20", "dim 264", "another store", "sinks", "slopes"],
 )
 def test_what_it_has_no_arguments_for_goes_to_another_backend(shape, options, monkeypatch):
     fake = Fake(monkeypatch, 3)

@@ -155,6 +155,12 @@ def test_float64_is_left_to_the_other_backend():
         step.run(backend.attend)
 
 
+def test_slopes_are_left_to_the_other_backend():
+    step = Batch(1).step(3)
+    with pytest.raises(AssertionError, match="left to the PyTorch backend"):
+        step.run(backend.attend, step.call(slopes=torch.linspace(0.1, 1, 4)))
+
+
 def test_many_rows_in_one_packed_forward():
     batch = Batch(3, block_size=4)
     batch.step([5, 0, 13], q_len=13)

@@ -187,7 +187,7 @@ def _bloom_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`BloomAttention.forward`. Gives no attention weights where it attends over blocks."""
-    blocks = isinstance(layer_past, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
+    blocks = isinstance(layer_past, PagedCache)
     if blocks and not output_attentions and not self.training:
         states = self._reshape(self.query_key_value(hidden_states))
         slopes = _slopes_on(self, _bloom_slopes, hidden_states.device)
@@ -214,7 +214,7 @@ def _mpt_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`MptAttention.forward`. Gives no attention weights where it attends over blocks."""
     cache: Any = kwargs.get(compat.CACHE_ARGUMENT)
-    blocks = isinstance(cache, PagedCache) and not torch.compiler.is_compiling()  # compiled it is dense, counted
+    blocks = isinstance(cache, PagedCache)
     if blocks and position_bias is not None and not self.training:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:

@@ -124,6 +124,12 @@ class TracedKV(Traced):
     def new(self) -> torch.Tensor:
         return self.update.value if self.which else self.update.key
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.to`; nothing where it names the device or the dtype that it has (gemma3n up to 5.23)."""
+        if not kwargs and len(args) == 1 and (args[0] == self.device or args[0] == self.dtype):
+            return self
+        return self.materialize().to(*args, **kwargs)
+
     @property
     def shape(self) -> tuple:
         batch, heads, _, dim = self.new.shape

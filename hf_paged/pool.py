@@ -22,6 +22,9 @@ from .plan import StepPlan
 from .stats import PagedStats
 from .store import LayerStore
 
+# Modes of PyTorch in which tensors stand for others.
+_TRACING = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
 
 class LayerGroup:
     """Layers that share block ids.
@@ -116,7 +119,7 @@ class KVPool:
         an operation on this pool, so it may have to wait its turn.
         """
         self._orphans.append((tables, known))
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if any(map(torch._C._get_dispatch_mode, _TRACING)):
             return  # while something is traced, tensors of the cache are nothing to compute with
         if self._lock.acquire(blocking=False):
             try:

@@ -200,6 +200,49 @@ def make_config(family: str, **overrides: Any) -> Any:
     return getattr(transformers, config_class)(**{**arguments, **overrides})
 
 
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "max_seq_len": 256,
+    "use_cache": True,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# What some types need beside; None: a field that they do not take.
+_OF_TYPE = {"deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "falcon": {"head_dim": None}}
+
+
+def config_of(model_type: str, **overrides: Any) -> Any:
+    """A small config of any of `prefill.PACKED_TYPES`."""
+    own = _OF_TYPE.get(model_type, {})
+    fields = {name: value for name, value in {**_SMALL, **own}.items() if own.get(name, 0) is not None}
+    return transformers.AutoConfig.for_model(model_type, **fields, **overrides)
+
+
 def build(family: str, seed: int = 0, attn: str | None = None, **overrides: Any) -> Any:
     """A tiny random model in float32 and eval mode.
 

@@ -15,6 +15,7 @@ from models import (
     assert_equal,
     build,
     cache_of,
+    config_of,
     forbid_dense,
     likely_eos,
     pair,
@@ -45,55 +46,17 @@ def random_row(length, seed):
 # -- packed prefill ---------------------------------------------------------------------------------------------------
 
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "max_seq_len": 256,
-    "use_cache": True,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-# What some types need beside; None: a field that they do not take.
-OF_TYPE = {"deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "falcon": {"head_dim": None}}
-
-
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("model_type", sorted(prefill.PACKED_TYPES))
 def test_every_type_that_is_packed(model_type, window):
     """In one forward, in chunks, and from what the index has; `window` is set on models that do not heed it, too."""
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this version of Transformers has no {model_type}")
-    own = OF_TYPE.get(model_type, {})
-    fields = {name: value for name, value in {**SMALL, **own}.items() if own.get(name, 0) is not None}
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+    config = config_of(model_type)
     if window is not None:
         if not hasattr(config, "sliding_window"):
             pytest.skip("no sliding window")
-        config = transformers.AutoConfig.for_model(model_type, **fields, sliding_window=window)
+        config = config_of(model_type, sliding_window=window)
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(1)

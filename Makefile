@@ -1,7 +1,7 @@
 # make demo    what the cache does, on a real model (SmolLM2-135M-Instruct), on the CPU
 # make test    the test suite
 # make lint    ruff and mypy
-# make support every model family of the installed Transformers, tiny and random, with and without the cache (10 minutes;
+# make support every model family of the installed Transformers, tiny and random, with and without the cache (5 minutes;
 #              SUPPORT_ARGS=--third for a third)
 # make bench   time and memory on the CPU, with and without the cache
 # make clean   remove builds and caches (make distclean: the virtual environment too)

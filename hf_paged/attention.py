@@ -193,8 +193,13 @@ def _why_dense(
         return "dropout"
     if not _DENSE_KEYWORDS.isdisjoint(kwargs):
         for name in sorted(_DENSE_KEYWORDS.intersection(kwargs)):
-            if kwargs[name] is not None:
-                return name
+            if kwargs[name] is None:
+                continue
+            if name == "position_bias" and kwargs[name].shape == (1, *query.shape[1:3], key.shape[2]):
+                continue  # one for all rows
+            return name
+    if (sinks := kwargs.get("sinks")) is not None and sinks.ndim != 1:
+        return "sinks that differ from token to token"
     if query.shape[2] > 1 and mask is None:
         causal = kwargs.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -231,6 +236,8 @@ def _attend(
         return "the attention mask hides tokens that the cache holds"
     if kwargs.get("alibi_column_slopes") is not None and not plan.suffix:
         return "ALiBi that counts pads"
+    if kwargs.get("position_bias") is not None and not plan.suffix:
+        return "position_bias, and pads behind tokens"
     if plan.window is not None and (band is None or band > plan.window):
         # The mask lets queries see further than the cache keeps: what a token saw depends on how its prompt was cut.
         layer.state.pool.loose_windows = True
@@ -255,6 +262,7 @@ def _attend(
         and softcap is None
         and sinks is None
         and slopes is None
+        and call.bias is None
     ):
         # The very first tokens, no pads: the new keys are all there is.
         new_key, new_value = fresh if heads is None or fresh[0] is None else heads.expand(fresh[0])
@@ -286,7 +294,7 @@ def _call_of(
     if softcap is not None and compat.SDPA_IGNORES_SOFTCAP and implementation_before(module) == "sdpa":
         softcap = None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    return AttentionCall(scale, band, softcap, sinks, _slopes_of(kwargs))
+    return AttentionCall(scale, band, softcap, sinks, _slopes_of(kwargs), kwargs.get("position_bias"))
 
 
 def _attend_captured(
@@ -309,6 +317,8 @@ def _attend_captured(
     if reason is not None:
         raise NotImplementedError(f"dense attention: {reason}")
     call = _call_of(module, query, mask.window if isinstance(mask, LazyMask) else None, scaling, kwargs)
+    if call.bias is not None or call.slopes is not None:
+        raise NotImplementedError("a bias on the scores")
     if not key.layer.latent:
         return key.layer.attend(query, call)
     heads = LatentHeads(module)

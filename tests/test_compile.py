@@ -285,7 +285,8 @@ def test_cross_attention(family):
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
         agree(plain, paged, prompts(4, 9), max_new_tokens=6, **options)
     dense = any("dense" in reason for reason in paged.paged_stats().fallbacks)
-    assert dense == (family == "t5")  # a bias, or its own attention, as the version has it
+    # Up to 5.23 T5 does its own attention.
+    assert dense == (family == "t5" and compat.CACHE_ARGUMENT != "cache")
 
 
 @pytest.mark.parametrize("where", ["mlp", "o_proj", "q_proj"])

@@ -94,8 +94,8 @@ def test_same_tokens(family, mode):
     plain, paged = make_pair(family)
     assert_same(family, plain, paged, inputs_of(family, 5, 12, 9), max_new_tokens=10, **MODES[mode])
     reasons = paged.paged_stats().fallbacks
-    if family in ("t5", "mt5"):  # a bias on the scores, and up to 5.23 attention of its own besides
-        assert all("position_bias" in each or "for aten::" in each or "row: aten::" in each for each in reasons)
+    if family in ("t5", "mt5") and compat.CACHE_ARGUMENT != "cache":  # up to 5.23 it does its own attention
+        assert reasons and all("for aten::" in each or "row: aten::" in each for each in reasons)
     else:
         assert reasons == {}
 
@@ -107,8 +107,9 @@ def test_models_that_were_eager(family, mode):
     assert_same(family, plain, paged, inputs_of(family, 5, 9), max_new_tokens=8, **MODES[mode])
 
 
-def test_a_decoder_prompt_and_assistants():
-    plain, paged = make_pair("bart")
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_decoder_prompt_and_assistants(family):
+    plain, paged = make_pair(family)
     decoder = torch.tensor([[1, 5, 9, 11, 5, 9], [1, 7, 7, 3, 7, 7]])
     inputs = {**prompts(5, 9, side="right"), "decoder_input_ids": decoder}
     assert_equal(plain, paged, inputs, max_new_tokens=10, num_beams=3)

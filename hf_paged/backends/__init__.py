@@ -32,6 +32,8 @@ class AttentionCall:
             positions counted in the row's own stored tokens; None: none. What is alike for all keys of a row changes
             no softmax, so a backend may count from where it likes (from the row's end, the sums are the smallest).
             Not together with sinks, which would notice.
+        bias: added to the scores after the scale, [1, num_heads, q_len, columns]; the last column is every row's last
+            token. One object for all layers that have the same. For plans whose pads are all on the left. None: none.
     """
 
     scale: float
@@ -39,6 +41,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 Attend = Callable[..., torch.Tensor]

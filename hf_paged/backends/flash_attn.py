@@ -145,6 +145,7 @@ def _knows(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attention
         and (found.version == 3 or memory.block_size % FA2_BLOCK == 0)
         and call.sinks is None
         and call.slopes is None
+        and call.bias is None
         and (plan.suffix or (q_len == 1 and not windowed))  # else a query does not end where its row does
         # What a windowed layer holds is as good as a band only where each query is bounded by one, or is alone.
         and (plan.window is None or q_len == 1 or (call.band is not None and call.band <= plan.window))

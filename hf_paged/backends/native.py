@@ -48,6 +48,7 @@ def _knows(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attention
         and plan.offsets is None
         and (plan.suffix or (plan.window is None and call.band is None))
         and call.softcap is None
+        and call.bias is None
         and _is_plain(query)
         and query.is_cpu
         and query.dtype in DTYPES

@@ -35,6 +35,9 @@ def attend(
         scores = mine.float() @ keys.transpose(1, 2) * call.scale  # [num_heads, q_len, n]
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.bias is not None:
+            columns = call.bias.shape[3]
+            scores = scores + call.bias[0, ..., columns - (end - begin) :].float()
         if call.slopes is not None:
             scores = scores + call.slopes.view(-1, 1, 1) * torch.arange(begin - end, 0, device=query.device)
         mask = plan.attention_mask(row, begin, call.band, query.device)  # [q_len, n]

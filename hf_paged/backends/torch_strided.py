@@ -121,7 +121,7 @@ class _Piece:
         start, stride, tokens: where strided: first slot, slots between the starts of rows (or parts), tokens each.
         slots: where gathered: [n] int64, for a shared piece its tokens, else rows x padded tokens.
         mask: where gathered rows are of unlike length: [rows, 1, 1, padded tokens], 0 or -inf.
-        alibi: what `_alibi` has worked out last: slopes, kv heads, result.
+        added: what `_added` has worked out last: slopes or bias, kv heads, result.
     """
 
     rows: list[int]
@@ -136,7 +136,7 @@ class _Piece:
     mask: torch.Tensor | None = None
     index: "slice | torch.Tensor | None" = None  # `rows` to index with; None: all
     views: dict = field(default_factory=dict)
-    alibi: tuple[torch.Tensor, int, torch.Tensor] | None = None
+    added: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
 
 @dataclass
@@ -223,7 +223,7 @@ def _decode(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attentio
         schedule = plan.scratch[key] = _schedule(plan, call.band, query.device, dtype)
         elements = schedule.layers * batch * num_heads * (value_dim + 1) if schedule.layers > 1 else 0
         plan.scratch["bytes"] = 4 * elements + schedule.gathered * kv_heads * (key_dim + value_dim) * dtype.itemsize
-    extras = (call.softcap, call.sinks, call.slopes)
+    extras = (call.softcap, call.sinks, call.slopes, call.bias)
     if schedule.whole and dtype == memory.keys.dtype and all(extra is None for extra in extras):
         # One strided batch and nothing to merge: the very call the library makes, on blocks.
         piece = schedule.pieces[0]
@@ -302,15 +302,17 @@ def _run_piece(
     else:
         count = piece.parts if piece.shared else len(piece.rows)
         keys, values = _strided(piece, count, memory)
-    mask = piece.mask if call.slopes is None else _alibi(piece, plan, call.slopes, kv_heads)
+    mask = piece.mask if call.slopes is None and call.bias is None else _added(piece, plan, call, kv_heads)
     return _tile(chosen, keys, values, call, mask)
 
 
-def _alibi(piece: _Piece, plan: GroupPlan, slopes: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """What ALiBi adds to the scores of a piece, its mask included, counted from each row's end:
+def _added(piece: _Piece, plan: GroupPlan, call: AttentionCall, kv_heads: int) -> torch.Tensor:
+    """What ALiBi or a bias adds to the scores of a piece, its mask included, counted from each row's end:
     [rows, kv_heads, group, tokens], or [parts, kv_heads, rows * group, tokens] where shared."""
-    if piece.alibi is None or piece.alibi[0] is not slopes or piece.alibi[1] != kv_heads:
-        device = slopes.device
+    source = call.slopes if call.bias is None else call.bias
+    assert source is not None
+    if piece.added is None or piece.added[0] is not source or piece.added[1] != kv_heads:
+        device = source.device
         positions = torch.tensor(piece.positions, device=device)
         if piece.slots is None:
             positions = positions[:, None] + torch.arange(piece.tokens, device=device)
@@ -319,12 +321,17 @@ def _alibi(piece: _Piece, plan: GroupPlan, slopes: torch.Tensor, kv_heads: int) 
         ends = torch.tensor([plan.past[row] + plan.new[row] for row in piece.rows], device=device)
         # [parts, rows, tokens] or [rows, 1, tokens]
         ahead = positions[:, None] - (ends[:, None] if piece.shared else ends[:, None, None])
-        added = (slopes.view(1, kv_heads, 1, -1, 1) * ahead[:, None, :, None]).flatten(2, 3)
+        if call.bias is None:
+            added = source.view(1, kv_heads, 1, -1, 1) * ahead[:, None, :, None]
+        else:  # [num_heads, parts or rows, 1 or rows, tokens]
+            there = source[0, :, 0, source.shape[3] + ahead].unflatten(0, (kv_heads, -1))
+            added = there.permute(2, 0, 3, 1, 4)
+        added = added.flatten(2, 3)
         if piece.mask is not None:
             added = added + piece.mask
-        piece.alibi = (slopes, kv_heads, added)
+        piece.added = (source, kv_heads, added)
         plan.scratch["bytes"] += added.nbytes
-    return piece.alibi[2]
+    return piece.added[2]
 
 
 def _strided(piece: _Piece, count: int, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
@@ -516,7 +523,7 @@ def _extend(
         bounded = call.band is not None and past + new - plan.visible_from(row, None) > call.band and new > 1
         if not plan.suffix:
             begin = max(table.start, plan.visible_from(row, None)) if plan.window is not None else table.start
-        if not plan.suffix or bounded:
+        if not plan.suffix or bounded or call.bias is not None:
             _masked_row(mine, memory, plan, call, row, begin, into)
             scratch = max(scratch, past + new - begin)
             continue
@@ -700,6 +707,9 @@ def _masked_row(
         plan.scratch[key_mask] = (added.view(1, 1, *seen.shape), blind if bool(blind.any()) else None)
     mask, blind = plan.scratch[key_mask]
     ramp = _ramp(call, kv_heads, begin, end, end)
+    if call.bias is not None:
+        columns = call.bias.shape[3]
+        mask = mask + call.bias[0, ..., columns - (end - begin) :].unflatten(0, shape)
     for first in range(0, q_len, QUERY_CHUNK):
         last = min(first + QUERY_CHUNK, q_len)
         seen = mask[:, :, first:last] if ramp is None else mask[:, :, first:last] + ramp

@@ -146,7 +146,7 @@ def _has_kernels(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Att
         return False
     if not plan.suffix and (plan.window is not None or call.band is not None):
         return False  # windows count columns, and here columns are not positions
-    if call.slopes is not None or (plan.chunked and plan.crosses_chunks):
+    if call.slopes is not None or call.bias is not None or (plan.chunked and plan.crosses_chunks):
         return False
     return _fits(query, memory)
 

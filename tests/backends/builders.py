@@ -86,17 +86,23 @@ class Step:
                     self.keys[row][:, first : position + 1],
                     self.values[row][:, first : position + 1],
                     call,
+                    None if call.bias is None else call.bias[0, :, query, first - past - new :][:, : position + 1 - first],
                 )
         return out
 
 
 def softmax_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: AttentionCall
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    call: AttentionCall,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query against the keys it sees, in float64.
 
     Args:
         query: [num_heads, key_dim]; keys, values: [num_kv_heads, n, dim]
+        bias: of these keys, [num_heads, n]
 
     Returns:
         [num_heads, value_dim]
@@ -106,6 +112,8 @@ def softmax_attention(
     logits = (keys @ query.double().unsqueeze(2)).squeeze(2) * call.scale  # [num_heads, n]
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    if bias is not None:
+        logits = logits + bias.double()
     if call.slopes is not None:  # the keys follow one another
         logits = logits + call.slopes.double().unsqueeze(1) * torch.arange(logits.shape[1])
     if call.sinks is not None:

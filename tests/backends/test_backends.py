@@ -188,6 +188,18 @@ def test_windows_softcap_and_sinks_reach_prefill_and_decode_beyond_the_window(li
         agree(step, step.call(band=band, **options))
 
 
+@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize(
+    ("life", "window"), [(ragged, None), (ragged, 6), (beams, None), (beams, 6), (equal_lengths, None), (nested, None)]
+)
+def test_a_bias_belongs_to_columns_counted_from_the_end(life, window, size, thresholds):
+    generator = torch.Generator().manual_seed(7)
+    for step in life(size) if window is None else life(size, window=window):
+        columns = step.plan.first_column + step.plan.q_len
+        bias = torch.randn(1, 4, step.plan.q_len, columns, generator=generator)
+        agree(step, step.call(band=window, bias=bias))
+
+
 @pytest.mark.parametrize("size", BLOCK_SIZES)
 @pytest.mark.parametrize("life", [ragged, beams, equal_lengths])
 def test_windows_with_the_measured_thresholds(life, size):

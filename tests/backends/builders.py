@@ -86,9 +86,14 @@ class Step:
                     self.keys[row][:, first : position + 1],
                     self.values[row][:, first : position + 1],
                     call,
-                    None if call.bias is None else call.bias[0, :, query, first - past - new :][:, : position + 1 - first],
+                    None if call.bias is None else self._bias(call.bias, row, query, first, position + 1),
                 )
         return out
+
+    def _bias(self, bias: torch.Tensor, row: int, query: int, begin: int, end: int) -> torch.Tensor:
+        """[num_heads, end - begin], of positions `begin .. end`; the last column is the row's last token."""
+        lead = bias.shape[3] - self.plan.past[row] - self.plan.new[row]
+        return bias[0, :, query, lead + begin : lead + end]
 
 
 def softmax_attention(

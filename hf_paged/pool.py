@@ -119,7 +119,7 @@ class KVPool:
         an operation on this pool, so it may have to wait its turn.
         """
         self._orphans.append((tables, known))
-        if any(map(torch._C._get_dispatch_mode, _TRACING)):
+        if torch._guards.TracingContext.try_get() is not None or any(map(torch._C._get_dispatch_mode, _TRACING)):
             return  # while something is traced, tensors of the cache are nothing to compute with
         if self._lock.acquire(blocking=False):
             try:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from models import EOS, assert_close, build, likely_eos, pair, prompts, run, with_cache
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 import hf_paged
 from hf_paged import compat
@@ -349,13 +350,22 @@ def test_handles_hold_nothing():
         Handle.target(number)
 
 
-def test_a_cache_that_dies_while_something_is_traced(monkeypatch):
+@contextmanager
+def _in_a_kernel():
+    """Where fake tensors are computed with: their mode is off, and what is made has no content."""
+    mode = FakeTensorMode()
+    with tracing(TracingContext(mode)), in_kernel_invocation_manager(mode):
+        yield
+
+
+@pytest.mark.parametrize("moment", [FakeTensorMode, _in_a_kernel])
+def test_a_cache_that_dies_while_something_is_traced(moment, monkeypatch):
     """The garbage collector may run at any time, also where tensors are fake ones."""
     paged = hf_paged.patch(build("llama", num_hidden_layers=1), block_size=4)
-    out = run(paged, prompts(9), max_new_tokens=4, return_dict_in_generate=True)
+    out = run(paged, prompts(3, 9), max_new_tokens=4, return_dict_in_generate=True)
     failed = []
     monkeypatch.setattr(sys, "unraisablehook", failed.append)
-    with FakeTensorMode():
+    with moment():
         del out
         gc.collect()
     assert not failed

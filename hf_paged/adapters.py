@@ -187,8 +187,7 @@ def _bloom_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`BloomAttention.forward`. Gives no attention weights where it attends over blocks."""
-    blocks = isinstance(layer_past, PagedCache)
-    if blocks and not output_attentions and not self.training:
+    if isinstance(layer_past, PagedCache) and not output_attentions and not self.training:
         states = self._reshape(self.query_key_value(hidden_states))
         slopes = _slopes_on(self, _bloom_slopes, hidden_states.device)
         out = _over_blocks(self, layer_past, states, attention_mask, self.inv_norm_factor, slopes, by_column=False)
@@ -213,9 +212,8 @@ def _mpt_forward(
     self: Any, hidden_states: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`MptAttention.forward`. Gives no attention weights where it attends over blocks."""
-    cache: Any = kwargs.get(compat.CACHE_ARGUMENT)
-    blocks = isinstance(cache, PagedCache)
-    if blocks and position_bias is not None and not self.training:
+    cache = kwargs.get(compat.CACHE_ARGUMENT)
+    if isinstance(cache, PagedCache) and position_bias is not None and not self.training:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)

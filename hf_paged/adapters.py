@@ -146,13 +146,11 @@ def _over_blocks(
     """
     query, key, value = states
     key, value = cache.update(key, value, module.layer_idx)
-    if isinstance(key, TracedKV) and isinstance(value, TracedKV):
-        name = "alibi_column_slopes" if by_column else "alibi_slopes"
-        return traced.attend(module, query, key, mask, 0.0, scaling, {name: slopes}).flatten(2)
-    if isinstance(key, LazyKV) and isinstance(value, LazyKV):
+    if isinstance(key, (LazyKV, TracedKV)):
         out = attention.alibi_attention(module, query, key, mask, scaling, slopes, by_column)
         if out is not None:
             return out.flatten(2)
+        assert isinstance(key, LazyKV) and isinstance(value, LazyKV)  # of a traced forward there is always an answer
         key, value = key.materialize(""), value.materialize("")
     return _Written(key, value)
 

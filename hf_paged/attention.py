@@ -81,7 +81,7 @@ _outside = torch.compiler.disable(paged_attention_forward)
 def alibi_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: LazyKV,
+    key: LazyKV | TracedKV,
     attention_mask: Any,
     scaling: float,
     slopes: torch.Tensor,
@@ -98,11 +98,13 @@ def alibi_attention(
         [batch, q_len, num_heads, value_dim]; None, counted, where it has to be computed densely. The step is written
         then, as far as the mask says what to write.
     """
+    kwargs = {"alibi_column_slopes" if by_column else "alibi_slopes": slopes}
+    if isinstance(key, TracedKV):
+        return traced.attend(module, query, key, attention_mask, 0.0, scaling, kwargs)
     if torch.compiler.is_compiling():  # the frames before this one were not
         return _alibi_outside(module, query, key, attention_mask, scaling, slopes, by_column)
     if isinstance(attention_mask, TracedMask):
         attention_mask = attention_mask.lazy()
-    kwargs = {"alibi_column_slopes" if by_column else "alibi_slopes": slopes}
     return _over_blocks(module, query, key, attention_mask, 0.0, scaling, kwargs, None)
 
 

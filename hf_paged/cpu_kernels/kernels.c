@@ -1,4 +1,5 @@
-/* Kernels over blocks on a CPU: one layer of a decode step (write the new tokens, attend, merge), and copies of blocks.
+/* Kernels on a CPU: one layer of a decode step over blocks (write the new tokens, attend, merge), copies of blocks, and
+ * a checksum over any memory.
  *
  * A decode step is cut into tasks. A task is a span of adjacent slots ("runs") and the rows that attend to it: several where they
  * share its blocks, so that a shared block is read once for all of them. A task and a kv head are worked on by one thread,
@@ -458,4 +459,109 @@ void hf_paged_decode(const Step *s, const void *query, const void *key, const vo
         for (int64_t i = 0; i < s->num_rows * heads; i++)
             merge(s, i / heads, i % heads, sinks, out, scratch);
     }
+}
+
+/* The checksum's arithmetic: 64-bit lanes, as many as fit a vector; a stripe of 8 lanes, whatever the vectors' width. */
+typedef uint64_t lanes __attribute__((vector_size(4 * W), aligned(1), may_alias));
+#define STRIPE 64 /* bytes */
+#define PARTS (STRIPE / (4 * W))
+/* A chunk is read at 4 places at a time: a thread that reads at one gets two thirds of what it can have from memory. */
+#define STREAMS 4
+#define FETCH 1024 /* bytes ahead; no fetch is too far, and none behind the end is a fault */
+
+static const uint64_t KEYS[8] = { /* where each lane's keys begin: digits of pi */
+    0x243f6a8885a308d3, 0x13198a2e03707344, 0xa4093822299f31d0, 0x082efa98ec4e6c89,
+    0x452821e638d01377, 0xbe5466cf34e90c6c, 0xc0ac29b7c97c50dd, 0x3f84d5b5b5470917};
+
+/* The low half of each lane times its high half. */
+INLINE lanes multiply_halves(lanes x) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_mul_epu32((__m512i)x, (__m512i)(x >> 32));
+#elif defined(__AVX2__)
+    return (lanes)_mm256_mul_epu32((__m256i)x, (__m256i)(x >> 32));
+#else
+    return (x & 0xffffffff) * (x >> 32);
+#endif
+}
+
+/* Take one stripe in: sums = rotated sums + (low + 1) * (high + 2^32) of data ^ keys, the halves of each lane.
+ *
+ * Whatever changes in one half changes the product: at most 2^31 divides the change, and at most 2^32 the other factor, so that
+ * what they give is no multiple of 2^64. The rotation, and keys that differ from stripe to stripe, make it depend on the
+ * order. */
+INLINE void take_stripe(const char *data, lanes *sums, const lanes *keys) {
+    for (int part = 0; part < PARTS; part++) {
+        lanes x = *(const lanes *)(data + part * 4 * W) ^ keys[part];
+        sums[part] = (sums[part] << 29 | sums[part] >> 35) + (multiply_halves(x) + (x << 32) + (x >> 32));
+    }
+}
+
+INLINE void next_keys(lanes *keys) {
+    for (int part = 0; part < PARTS; part++)
+        keys[part] += 0x9e3779b97f4a7c15;
+}
+
+/* To one and from one: no two x give the same. (The end of MurmurHash3.) */
+INLINE uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 33) * 0xff51afd7ed558ccd;
+    x = (x ^ x >> 33) * 0xc4ceb9fe1a85ec53;
+    return x ^ x >> 33;
+}
+
+static void checksum_chunk(const char *data, int64_t bytes, uint64_t storage, uint64_t chunk, uint64_t *out) {
+    lanes sums[STREAMS][PARTS], keys[PARTS];
+    memset(sums, 0, sizeof sums);
+    memcpy(keys, KEYS, sizeof keys);
+    const int64_t length = bytes / (STREAMS * STRIPE) * STRIPE;
+    for (int64_t done = 0; done < length; done += STRIPE) {
+        for (int stream = 0; stream < STREAMS; stream++) {
+            __builtin_prefetch(data + stream * length + done + FETCH, 0, 3);
+            take_stripe(data + stream * length + done, sums[stream], keys);
+        }
+        next_keys(keys);
+    }
+    for (int64_t done = STREAMS * length; done < bytes; done += STRIPE) { /* what is left is the first stream's */
+        char last[STRIPE] = {0};
+        memcpy(last, data + done, bytes - done < STRIPE ? bytes - done : STRIPE);
+        take_stripe(last, sums[0], keys);
+        next_keys(keys);
+    }
+    uint64_t lane[STREAMS * 8];
+    memcpy(lane, sums, sizeof lane);
+    out[0] = mix(mix(mix(storage + KEYS[0]) + chunk) + (uint64_t)bytes);
+    out[1] = mix(out[0] + KEYS[1]);
+    for (int i = 0; i < STREAMS * 8; i++) {
+        out[0] = mix(out[0] ^ lane[i]);
+        out[1] = mix(out[1] ^ lane[STREAMS * 8 - 1 - i]);
+    }
+}
+
+/* Two 64-bit numbers of what lies in `storages`, which depend on every bit and on the order, and not on the number of threads:
+ * each chunk is taken by itself, and what they give is added up. A change within one aligned word of 4 bytes is always seen.
+ *
+ * storages  [num_storages, 3]: address, bytes, and the number of its first chunk; chunks are numbered through all storages, and
+ *           each begins at a multiple of chunk_bytes, itself a multiple of 64, in its storage
+ * sums      [2]
+ */
+void hf_paged_checksum(const uint64_t *storages, int64_t num_storages, int64_t chunk_bytes, int64_t num_chunks,
+                       int64_t num_threads, uint64_t *sums) {
+    uint64_t first = 0, second = 0;
+#pragma omp parallel for schedule(dynamic, 1) reduction(+ : first, second) num_threads((int)num_threads) if (num_threads > 1)
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        int64_t low = 0, high = num_storages; /* the last storage whose first chunk is not behind this one */
+        while (high - low > 1) {
+            int64_t middle = (low + high) / 2;
+            if ((int64_t)storages[3 * middle + 2] <= chunk)
+                low = middle;
+            else
+                high = middle;
+        }
+        const uint64_t *storage = storages + 3 * low;
+        int64_t inside = chunk - (int64_t)storage[2], left = (int64_t)storage[1] - inside * chunk_bytes;
+        uint64_t out[2];
+        checksum_chunk((const char *)(uintptr_t)storage[0] + inside * chunk_bytes, left < chunk_bytes ? left : chunk_bytes,
+                       (uint64_t)low, (uint64_t)inside, out);
+        first += out[0], second += out[1];
+    }
+    sums[0] = first, sums[1] = second;
 }

@@ -1,7 +1,8 @@
 """Compiles `kernels.c`, once for each machine, and loads it.
 
 The compiler is the user's (`$CC`, else `cc`, `gcc` or `clang`), as it is for Triton and `torch.compile`; what it
-makes is kept in `hf_paged.folders.cache_folder()`. OpenMP is left unresolved in it, so that it runs on the threads of
+makes is kept in a folder of the user's own (`hf_paged.folders.private_folder`), and loaded only if nobody else could
+have put it there. OpenMP is left unresolved in it, so that it runs on the threads of
 the OpenMP library that PyTorch has loaded: a second pool of threads would spin beside the first and slow both down.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from ..folders import cache_folder
+from ..folders import check_private, private_folder
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILE = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-c")
@@ -42,16 +43,16 @@ class NoCompiler(CompileError):
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels' functions, compiled by the first call; None where that is not possible, and a warning, once, where a
-    compiler is there and fails."""
+    """The kernels' functions, compiled by the first call; None where that is not possible, whatever the reason, and a
+    warning, once, where a compiler is there and something fails."""
     global _loaded, _failure
     if _loaded is None and _failure is None:
         with _lock:
             if _loaded is None and _failure is None:
                 try:
-                    _loaded = _declare(_load())
-                except (OSError, subprocess.SubprocessError, CompileError, AttributeError) as error:
-                    _failure = str(error) or type(error).__name__
+                    _loaded = _load()
+                except Exception as error:  # compilers, folders and loaders fail in more ways than can be listed
+                    _failure = str(error) if isinstance(error, CompileError) else f"{type(error).__name__}: {error}"
                     text = f"no compiled kernels, PyTorch does their work, slower: {_failure}"
                     if isinstance(error, NoCompiler):
                         logger.info(text)
@@ -82,25 +83,42 @@ def needed() -> ctypes.CDLL:
 
 def _load() -> ctypes.CDLL:
     compiler = _compiler()
-    path = cache_folder() / "kernels" / f"cpu-{_fingerprint(compiler)}.so"
-    if path.exists():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            logger.info("%s cannot be loaded (%s) and is made again", path, error)
+    name = f"cpu-{_fingerprint(compiler)}.so"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return ctypes.CDLL(str(_compile(compiler, path)))
-    except OSError as error:  # nowhere to keep it: for this process only
-        logger.info("no compiled kernels are kept in %s: %s", path.parent, error)
-        with tempfile.TemporaryDirectory() as scratch:
-            return ctypes.CDLL(str(_compile(compiler, Path(scratch) / path.name)))
+        path = private_folder("kernels") / name
+        try:
+            return _open(path)
+        except FileNotFoundError:
+            pass
+        except (OSError, AttributeError) as error:
+            logger.info("%s is not loaded (%s) and made again", path, error)
+        return _open(_compile(compiler, path))
+    except (OSError, RuntimeError, ValueError, AttributeError) as error:
+        if isinstance(error, CompileError):
+            raise
+        logger.info("no compiled kernels are kept, they are made for this process only: %s", error)
+    with tempfile.TemporaryDirectory(prefix="hf_paged-") as scratch:
+        return _open(_compile(compiler, Path(scratch) / name))
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Load a library that is ours and whole.
+
+    Raises:
+        OSError: it is not there, others could have written it, or it cannot be loaded.
+        AttributeError: a function is not in it.
+    """
+    check_private(path)
+    return _declare(ctypes.CDLL(str(path)))
 
 
 def _compiler() -> list[str]:
     chosen = os.environ.get("CC")
     for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
-        words = shlex.split(candidate)
+        try:
+            words = shlex.split(candidate)
+        except ValueError as error:
+            raise CompileError(f"the environment variable CC is no command ({error}): {candidate}") from error
         if words and shutil.which(words[0]):
             return words
     raise NoCompiler(f"no C compiler: {chosen or 'cc, gcc and clang'} not found")
@@ -110,14 +128,14 @@ def _fingerprint(compiler: list[str]) -> str:
     """Of everything that the compiled file depends on: `-march=native` makes it this processor's own."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     try:
-        cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        cpu = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
         processor = [line for line in cpu if line.split("\t")[0] in ("model name", "flags", "Features", "CPU part")]
     except OSError:
         processor = [platform.processor()]
     parts = [
         SOURCE.read_bytes(),
         version,
-        *(text.encode() for text in (*compiler, *COMPILE, *LINK, platform.machine(), *processor)),
+        *(os.fsencode(text) for text in (*compiler, *COMPILE, *LINK, platform.machine(), *processor)),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -130,9 +148,11 @@ def _compile(compiler: list[str], path: Path) -> Path:
             [*compiler, *COMPILE, str(SOURCE), "-o", str(made)],
             [*compiler, *LINK, str(made), "-o", str(library), "-lm"],
         ):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
             if done.returncode:
-                raise CompileError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+                reason = done.stderr.strip()[-500:] or f"exit status {done.returncode}"
+                raise CompileError(f"{shlex.join(command)} failed: {reason}")
+        library.chmod(0o700)  # a linker leaves that to the umask
         os.replace(library, path)
     return path
 
@@ -162,4 +182,6 @@ def _declare(made: ctypes.CDLL) -> ctypes.CDLL:
     made.hf_paged_copy_blocks.restype = None
     made.hf_paged_scratch.argtypes, made.hf_paged_scratch.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     made.hf_paged_padded.argtypes, made.hf_paged_padded.restype = [ctypes.c_int64], ctypes.c_int64
+    made.hf_paged_checksum.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p]
+    made.hf_paged_checksum.restype = None
     return made

@@ -148,8 +148,18 @@ class GroupPlan:
 
         Args:
             key, value: [batch, num_kv_heads, q_len, dim]
+
+        Raises:
+            ValueError: if they are not of this step's shape and this store's. (An index would tell only some of it.)
         """
         memory = self.prepare(store)
+        batch = len(self.past) if self.offsets is None else 1  # once a layer: no call
+        for name, given, dim in (("keys", key, memory.key_dim), ("values", value, memory.value_dim)):
+            if given.shape != (batch, memory.kv_heads, self.q_len, dim):
+                raise ValueError(
+                    f"{name} of shape {list(given.shape)} in a forward that stores "
+                    f"{[batch, memory.kv_heads, self.q_len, dim]} in each layer"
+                )
         if self.writer is not None and self.writer(key, value, memory, self):
             return
         _, heads, q_len, _ = key.shape

@@ -49,8 +49,7 @@ def _knows(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attention
         and (plan.suffix or (plan.window is None and call.band is None))
         and call.softcap is None
         and call.bias is None
-        and _is_plain(query)
-        and query.is_cpu
+        and _are_plain(query, query, query)
         and query.dtype in DTYPES
         and layout.key_dtype is layout.value_dtype
         and layout.key_dtype in DTYPES
@@ -58,9 +57,29 @@ def _knows(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: Attention
     )
 
 
-def _is_plain(query: torch.Tensor) -> bool:
-    """Whether there is memory behind a tensor, and nobody wants gradients through it."""
-    return type(query) is torch.Tensor and not (query.requires_grad and torch.is_grad_enabled())
+def _are_plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether there is host memory behind tensors whose address is about to be taken, and nobody wants gradients."""
+    return (
+        type(query) is type(key) is type(value) is torch.Tensor
+        and query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+    )
+
+
+def _check(query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall) -> None:
+    """Raise ValueError where the kernel, which takes sizes on trust, would read behind the query or the slopes."""
+    batch, num_heads, _, key_dim = query.shape
+    layout = memory.layout
+    if batch != plan.batch or num_heads % layout.kv_heads or key_dim != layout.key_dim:
+        raise ValueError(
+            f"a query of shape {list(query.shape)} does not fit a step of {plan.batch} rows over "
+            f"{layout.kv_heads} stored heads of dim {layout.key_dim}: it must be [rows, heads, 1, dim], and heads a "
+            "multiple of the stored ones"
+        )
+    if call.slopes is not None and call.slopes.shape != (num_heads,):
+        raise ValueError(f"slopes of shape {list(call.slopes.shape)} for {num_heads} heads: one for each is needed")
 
 
 class NativeStep:
@@ -75,7 +94,11 @@ class NativeStep:
     mask: torch.Tensor | None = None
 
     def __init__(self, query: torch.Tensor, memory: Memory, plan: GroupPlan, call: AttentionCall):
+        _check(query, memory, plan, call)
         self.layout, self.shape, self.dtype = memory.layout, query.shape, query.dtype
+        rows, heads = query.shape[0], memory.layout.kv_heads
+        self.key_shape = torch.Size((rows, heads, 1, memory.layout.key_dim))
+        self.value_shape = torch.Size((rows, heads, 1, memory.layout.value_dim))
         self._copies = plan.copies_on(query.device) if plan.copies else None
         self.scale, self.slopes = call.scale, call.slopes
         self._slopes = None if call.slopes is None else call.slopes.float().contiguous()
@@ -112,13 +135,18 @@ class NativeStep:
     ) -> torch.Tensor | None:
         """Write and attend for another layer; None, and nothing done, if it is unlike.
 
+        The kernel is given addresses, so all that it takes on trust is compared here: shapes, dtypes, and that there is
+        host memory behind each tensor.
+
         Args:
             query: [batch, num_heads, 1, key_dim]
             key, value: this forward's, not yet in the store, [batch, num_kv_heads, 1, dim]
         """
         with store.lock:
             memory = store.memory
-            if memory.layout != self.layout or query.shape != self.shape or not _is_plain(query):
+            if memory.layout != self.layout or not _are_plain(query, key, value):
+                return None
+            if query.shape != self.shape or key.shape != self.key_shape or value.shape != self.value_shape:
                 return None
             if not query.dtype is key.dtype is value.dtype is self.dtype:
                 return None
@@ -140,6 +168,10 @@ class NativeStep:
             key, value = key.contiguous(), value.contiguous()  # held here while the kernel reads them
             new = (key.data_ptr(), value.data_ptr())
         if sinks is not None:
+            if sinks.shape != self.shape[1:2]:
+                raise ValueError(
+                    f"sinks of shape {list(sinks.shape)} for {self.shape[1]} heads: one for each is needed"
+                )
             sinks = sinks.float().contiguous()
         out = torch.empty(self._out_shape, dtype=self.dtype)
         self._decode(

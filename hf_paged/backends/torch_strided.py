@@ -180,11 +180,14 @@ class Replay:
     def accept(self, layout: Layout, targets: torch.Tensor) -> None:
         """Let `repeat` serve layers with memory of this layout; `targets` as of `GroupPlan.rows_on`."""
         self.layout, self.targets = layout, targets
+        rows = self.shape[0]
+        self.key_shape = torch.Size((rows, layout.kv_heads, 1, layout.key_dim))
+        self.value_shape = torch.Size((rows, layout.kv_heads, 1, layout.value_dim))
 
     def repeat(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, store: LayerStore
     ) -> torch.Tensor | None:
-        """Write and attend for another layer; None, and nothing done, if its memory is unlike.
+        """Write and attend for another layer; None, and nothing done, if its memory or a tensor is unlike.
 
         Args:
             query: [batch, num_heads, 1, key_dim]
@@ -195,7 +198,13 @@ class Replay:
             layout = self.layout
             if memory.layout != layout or query.shape != self.shape:
                 return None
+            if key.shape != self.key_shape or value.shape != self.value_shape:  # of as many numbers, in other places
+                return None
             if not query.dtype is key.dtype is value.dtype is layout.key_dtype:
+                return None
+            if not query.device == key.device == value.device == layout.device:
+                return None
+            if not type(query) is type(key) is type(value):
                 return None
             memory.key_rows.index_copy_(0, self.targets, key.reshape(-1, layout.key_dim))
             memory.value_rows.index_copy_(0, self.targets, value.reshape(-1, layout.value_dim))

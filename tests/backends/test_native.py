@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_paged import KVPool, PagedConfig
+import hf_paged
+from hf_paged import KVPool, PagedCache, PagedConfig, compat
 from hf_paged.backends import native, reference, torch_strided
 from hf_paged.cpu_kernels import library as compiled
 
@@ -37,7 +38,7 @@ def unmade(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_PAGED_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "_loaded", None)
     monkeypatch.setattr(compiled, "_failure", None)
-    return tmp_path / "cache" / "kernels"
+    return tmp_path / "cache" / f"kernels-{os.getuid()}"
 
 
 def decode_step(rows: int = 3, prompt: int = 40) -> Step:
@@ -187,3 +188,89 @@ def test_every_row_reads_each_of_its_tokens_once(threads, monkeypatch):
         assert ints[targets + row] == (right[-1] if right else -1)
         assert ints[lengths + row] == length
     assert any(ints[tasks + 6 * task + 1] - ints[tasks + 6 * task] == 3 for task in range(work.num_tasks))
+
+
+# -- a step that another layer repeats ---------------------------------------------------------------------------------
+
+
+class Named(torch.Tensor):
+    """A subclass of somebody's."""
+
+
+UNLIKE = {
+    "rows fewer": lambda tensor: tensor[:1],
+    "rows more": lambda tensor: torch.cat([tensor, tensor]),
+    "heads fewer": lambda tensor: tensor[:, :1],
+    "heads more": lambda tensor: torch.cat([tensor, tensor], 1),
+    "dim smaller": lambda tensor: tensor[..., :-1],
+    "rows and heads the other way round": lambda tensor: tensor.transpose(0, 1),
+    "heads and dim the other way round": lambda tensor: tensor.transpose(1, 3),
+    "one dim more": lambda tensor: tensor.unsqueeze(0),
+    "two tokens": lambda tensor: torch.cat([tensor, tensor], 2),
+    "dtype": lambda tensor: tensor.double(),
+    "device": lambda tensor: tensor.to("meta"),
+    "subclass": lambda tensor: tensor.as_subclass(Named),
+}
+
+
+@compiler
+@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("backend", [native, torch_strided], ids=["native", "torch"])
+def test_a_step_is_not_repeated_for_tensors_that_are_unlike(backend, which, name, short_pieces):
+    """The kernel reads where it is told to: a key of fewer rows would be read past its end."""
+    step = decode_step(rows=3, prompt=39)
+    step.run(backend.attend)
+    replay = step.plan.replay
+    tensors = {"query": step.query, "key": step.key, "value": step.value}
+    assert replay.repeat(*tensors.values(), step.store) is not None
+    tensors[which] = UNLIKE[name](tensors[which])
+    memory = step.store.memory
+    before = memory.keys.clone(), memory.values.clone()
+    assert replay.repeat(*tensors.values(), step.store) is None
+    torch.testing.assert_close((memory.keys, memory.values), before, rtol=0, atol=0, equal_nan=True)
+
+
+@compiler
+def test_a_step_is_not_repeated_where_somebody_wants_gradients():
+    step = decode_step(rows=2)
+    step.run(native.attend)
+    with torch.enable_grad():
+        for which in range(3):
+            tensors = [step.query, step.key, step.value]
+            tensors[which] = tensors[which].clone().requires_grad_()
+            assert step.plan.replay.repeat(*tensors, step.store) is None
+
+
+@compiler
+def test_a_query_that_does_not_fit_its_step_is_an_error():
+    step = decode_step(rows=3)
+    whole = step.query
+    for query in (whole[:1], torch.cat([whole, whole]), whole[:, :3], whole[..., :8]):
+        step.query = query
+        with pytest.raises(ValueError, match="does not fit a step of 3 rows"):
+            step.run(native.attend)
+    step.query = whole
+    with pytest.raises(ValueError, match="slopes of shape"):
+        step.run(native.attend, step.call(slopes=torch.ones(2)))
+    with pytest.raises(ValueError, match="sinks of shape"):
+        step.run(native.attend, step.call(sinks=torch.ones(5)))
+
+
+@compiler
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_key_of_one_row_in_a_step_of_three_is_an_error_as_without_us(layer, backend):
+    class Short(PagedCache):
+        def update(self, key, value, index, *args, **kwargs):
+            if index == layer and key.shape[2] == 1:
+                key, value = key[:1].clone(), value[:1].clone()
+            return super().update(key, value, index, *args, **kwargs)
+
+    sizes = dict(hidden_size=32, intermediate_size=16, num_attention_heads=4, num_key_value_heads=2, vocab_size=50)
+    model = hf_paged.patch(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).eval(), backend=backend)
+    cache = Short(model.config, pool=model.paged_pool)
+    ids = torch.arange(60).view(3, 20) % 50
+    model(ids, use_cache=True, **{compat.CACHE_ARGUMENT: cache})
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        model(ids[:, :1], use_cache=True, **{compat.CACHE_ARGUMENT: cache})

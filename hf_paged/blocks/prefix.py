@@ -202,9 +202,13 @@ class PrefixIndex:
 
     def _add(self, parent: _Node, tokens: tuple[int, ...]) -> _Node:
         node = _Node(parent, tokens, len(self.pools))
-        parent.children.setdefault(self.hash_tokens(tokens), []).append(node)
-        parent.by_first.setdefault(tokens[0], []).append(node)
+        self._link(node, parent)
         return node
+
+    def _link(self, node: _Node, parent: _Node) -> None:
+        node.parent = parent
+        parent.children.setdefault(self.hash_tokens(node.tokens), []).append(node)
+        parent.by_first.setdefault(node.tokens[0], []).append(node)
 
     def _lengthen(self, node: _Node, tokens: tuple[int, ...]) -> None:
         """A partly filled block was written on, here or in a copy: the longer one takes its place."""
@@ -214,8 +218,40 @@ class PrefixIndex:
             if block is not None:
                 self._drop(group, block)
         node.tokens = tokens
-        node.parent.children.setdefault(self.hash_tokens(tokens), []).append(node)
-        node.parent.by_first.setdefault(tokens[0], []).append(node)
+        self._link(node, node.parent)
+
+    def move(self, source: Hashable, target: Hashable) -> None:
+        """Let what was stored under one identity be found under another. What is there already keeps its blocks."""
+        root = self._roots.pop(source, None)
+        if root is None:
+            return
+        goal = self._roots.get(target)
+        if goal is None:
+            goal = self._roots[target] = _Node(None, (), len(self.pools))
+        waiting = [(root, goal)]
+        while waiting:
+            node, into = waiting.pop()
+            for child in [child for siblings in node.children.values() for child in siblings]:
+                twin = self._child(into, child.tokens)
+                if twin is None:
+                    near, common = self._nearest(into, child.tokens)
+                    if near is None or common < min(len(near.tokens), len(child.tokens)):
+                        self._unlink(child)
+                        self._link(child, into)
+                        continue
+                    if common < len(child.tokens):
+                        self._lengthen(near, child.tokens)
+                    twin = near
+                for group, block in enumerate(child.blocks):
+                    if block is None:
+                        continue
+                    if twin.blocks[group] is None and twin.tokens == child.tokens:
+                        child.blocks[group], twin.blocks[group] = None, block
+                        self._owners[group][block] = twin
+                    else:
+                        self._drop(group, block)
+                waiting.append((child, twin))
+        self._prune(goal)
 
     # -- forgetting -------------------------------------------------------------------------------------------------
 
@@ -249,6 +285,17 @@ class PrefixIndex:
             siblings[key].remove(node)
             if not siblings[key]:
                 del siblings[key]
+
+    def forget(self, identity: Hashable) -> None:
+        """Forget what was stored under one identity."""
+        root = self._roots.pop(identity, None)
+        waiting = [] if root is None else [root]
+        while waiting:
+            node = waiting.pop()
+            for group, block in enumerate(node.blocks):
+                if block is not None:
+                    self._drop(group, block)
+            waiting.extend(child for siblings in node.children.values() for child in siblings)
 
     def reset(self) -> None:
         """Forget everything; cached blocks are free at once."""

@@ -10,9 +10,9 @@ from .blocks import OutOfBlocks
 from .cache import PagedCache
 from .chat import Chat
 from .config import PagedConfig
+from .generation.salts import prefix_salt
 from .patching import patch, patched, unpatch
 from .pool import KVPool
-from .prefill import prefix_salt
 from .stats import PagedStats
 
 _attention.register()

@@ -11,6 +11,7 @@ from . import compat, serialize
 from .blocks import OutOfBlocks
 from .config import PagedConfig
 from .cross import CrossLayer
+from .generation import salts
 from .lazy import LazyKV, LazyMask
 from .plan import GroupPlan, StepPlan
 from .pool import KVPool
@@ -327,13 +328,29 @@ class PagedCache(compat.DynamicCache):
         config: the model's config, `model.config`.
         paged_config: settings; None: those of `pool`, or the defaults.
         pool: the `KVPool` to take blocks from; None: a pool of its own.
+        prefix_salt: the namespace in which a patched model's calls with this cache find and store prefixes; the call's
+            own keyword counts before it. None: what the call says. What was stored under one salt and goes on under
+            another is not stored.
+
+    Attributes:
+        reset_if_stale: `generate` of a patched model begins anew if the content is not what the model would compute now
+            of the history it is given, instead of going on as with the library's caches (`Chat`).
 
     Raises:
-        TypeError: if `config` is not a Transformers config.
+        TypeError: if `config` is not a Transformers config, or `prefix_salt` not a string.
         ValueError: if `pool` and `paged_config` contradict each other, or the pool is of another model.
     """
 
-    def __init__(self, config: Any, paged_config: PagedConfig | None = None, pool: KVPool | None = None):
+    reset_if_stale = False
+
+    def __init__(
+        self,
+        config: Any,
+        paged_config: PagedConfig | None = None,
+        pool: KVPool | None = None,
+        prefix_salt: str | None = None,
+    ):
+        self.prefix_salt = salts.checked(prefix_salt)
         if not isinstance(config, compat.PreTrainedConfig):
             raise TypeError(
                 f"PagedCache needs the model's config, PagedCache(model.config), got {type(config).__name__}. It "
@@ -553,6 +570,7 @@ class PagedCache(compat.DynamicCache):
         self._settle()
         state = self.state.fork()
         other = object.__new__(type(self))
+        other.prefix_salt, other.reset_if_stale = self.prefix_salt, self.reset_if_stale
         layers = [
             layer.follow(state) if isinstance(layer, PagedLayer) else copy.deepcopy(layer) for layer in self.layers
         ]

@@ -8,8 +8,8 @@ import torch
 from . import compat
 from .blocks import common_prefix
 from .cache import PagedCache
+from .generation import salts
 from .patching import patch, pool_of
-from .prefill import identity_of
 
 
 class Chat:
@@ -29,10 +29,23 @@ class Chat:
         model: a Transformers model, patched if it is not yet (`hf_paged.patch(model)`).
         tokenizer: its tokenizer, for `send`; None: only `generate` can be used.
         system: a system message to begin with.
+        prefix_salt: the namespace in which its prefixes are found and stored, see `hf_paged.prefix_salt`; None: that of
+            the call or of the thread.
         generate_options: passed on to every `model.generate`.
+
+    Raises:
+        TypeError: if `prefix_salt` is not a string.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, system: str | None = None, **generate_options: Any):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        system: str | None = None,
+        prefix_salt: str | None = None,
+        **generate_options: Any,
+    ):
+        self.prefix_salt = salts.checked(prefix_salt)
         self.model = patch(model)
         self.tokenizer = tokenizer
         self.options = generate_options
@@ -81,6 +94,8 @@ class Chat:
             raise ValueError(f"a conversation is one row of at least one token, got {tuple(input_ids.shape)}")
         options = {**self.options, **options}
         options.setdefault("attention_mask", torch.ones_like(input_ids))
+        if self.prefix_salt is not None:
+            options.setdefault("prefix_salt", self.prefix_salt)
         if any((options.get(name) or 1) > 1 for name in ("num_beams", "num_return_sequences")):
             return self.model.generate(input_ids, **options)  # the cache would become many rows; the index serves them
         cache = self._cut_to(input_ids)
@@ -96,11 +111,11 @@ class Chat:
         cache = self.cache
         if cache is None or cache.pool is not pool:
             self.cache = cache = PagedCache(pool.model_config, pool=pool)
+            cache.reset_if_stale = True
         known = cache.state.known
         columns = cache.get_seq_length()
         if columns:
-            usable = known.identity is not None and known.columns == columns and known.real is None
-            if usable and known.identity == identity_of(self.model):
+            if known.identity is not None and known.columns == columns and known.real is None:
                 same = min(common_prefix(known.row(0), input_ids[0].tolist()), input_ids.shape[1] - 1)
                 try:
                     cache.crop(same - columns)

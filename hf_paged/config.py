@@ -1,7 +1,9 @@
 """The settings of the paged KV cache."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -38,8 +40,17 @@ class PagedConfig:
         free_finished_rows: give back the blocks of rows that have stopped while other rows of the batch go on. Only
             where nothing of these rows is returned but their tokens.
 
+        vouch: your word that code which hf_paged does not know treats each row of a batch by itself and each token from
+            those before it alone, does the same in every call, and reads nothing of rows that have stopped: classes of
+            modules, functions (hooks, forwards) and classes of processors; True: everything the model has and is
+            given, also weights whose content cannot be read. Code that is not vouched for keeps blocks and
+            copy-on-write, and goes without what rests on such an assumption (`docs/soundness.md`).
+        shortcuts: False: go without all of that, to look for the cause of an answer one doubts. The environment
+            variable `HF_PAGED_SHORTCUTS=0` does the same.
+
     Raises:
         ValueError: if a value is out of range, naming the field.
+        TypeError: if `vouch` is neither a bool nor classes and functions.
     """
 
     block_size: int = 16
@@ -53,8 +64,15 @@ class PagedConfig:
     packed_prefill: bool = True
     max_packed_tokens: int = 8192
     cuda_graphs: bool = False
+    vouch: bool | Iterable[Any] = False
+    shortcuts: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.vouch, bool):
+            entries = (self.vouch,) if callable(self.vouch) else self.vouch
+            if isinstance(entries, str) or not isinstance(entries, Iterable) or not all(map(callable, entries)):
+                raise TypeError(f"vouch must be True, False, or classes and functions, got {self.vouch!r}")
+            self.vouch = tuple(entries)
         size = self.block_size
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 256 or size & (size - 1):
             raise ValueError(f"block_size must be a power of two from 1 to 256, got {size!r}")

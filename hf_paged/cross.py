@@ -81,7 +81,7 @@ class CrossLayer(compat.CacheLayerMixin):
         self._held: tuple[torch.Tensor, torch.Tensor] | None = None
         self.source_of: list[int] | None = None  # None: a source a row
         if pool is not None:
-            pool.cross_layers.add(self)
+            pool.register_cross(self)
 
     @property
     def is_initialized(self) -> bool:

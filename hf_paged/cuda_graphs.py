@@ -16,7 +16,7 @@ they lay; stores grow ahead, so that this is seldom. What cannot be captured run
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,6 +26,7 @@ from . import adapters, compat, prefill
 from .backends import AttentionCall
 from .backends.triton import WIDEST_HEAD, StaticRows, StaticSize, power_of_two
 from .cache import PagedCache
+from .generation.soundness import hooks_before
 from .lazy import LazyKV
 from .plan import StepPlan
 from .pool import KVPool
@@ -211,6 +212,10 @@ class Session:
         self.reason: str | None = None
         self.looked = False
 
+    def refuse(self, reason: str) -> None:
+        """Capture nothing in this call."""
+        self.reason, self.looked = reason, True
+
 
 class Graphs:
     """The graphs of a patched model. Safe to use from several threads, one after the other.
@@ -263,7 +268,7 @@ class Graphs:
         with self._lock:
             if not session.looked:
                 session.reason, session.looked = self._why_not(model), True
-            reason = session.reason or self._refused or self._why_not_now(cache, keywords)
+            reason = session.reason or self._refused or self._why_not_now(model, cache, keywords)
             output = None
             if reason is None:
                 output = self._replay(model, forward, cache, keywords)
@@ -317,17 +322,19 @@ class Graphs:
             return reason
         if torch.is_autocast_enabled(device.type):
             return "autocast is on"
-        those = (tuple(tensor.data_ptr() for tensor in tensors), prefill.adapters_of(model))
+        those = (tuple(tensor.data_ptr() for tensor in tensors), _adapters_of(model))
         if those != self._model:
             self._drop()
             self._model, self._refused = those, None
         return None
 
-    def _why_not_now(self, cache: PagedCache, keywords: dict[str, Any]) -> str | None:
+    def _why_not_now(self, model: Any, cache: PagedCache, keywords: dict[str, Any]) -> str | None:
         """Why this step cannot be captured; None: it can."""
         state = cache.state
         if cache.pool is not self.pool:
             return "the cache has a pool of its own"
+        if any(hooks_before(model)):
+            return "there are hooks on the model"
         for name in ("output_hidden_states", "output_attentions"):
             if keywords.get(name):
                 return f"{name} is asked for"
@@ -459,6 +466,18 @@ class Graphs:
         self._graphs.clear()
         self._memories = []
         self.device.forget()
+
+
+def _adapters_of(model: torch.nn.Module) -> Hashable:
+    """The adapters that are active or merged, which a graph has been captured with."""
+    adapters = []
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
+            scaling = getattr(module, "scaling", None)
+            strengths = tuple(sorted(scaling.items())) if isinstance(scaling, dict) else ()
+            active, merged = tuple(module.active_adapters), tuple(module.merged_adapters)
+            adapters.append((name, active, merged, bool(module.disable_adapters), strengths))
+    return tuple(adapters)
 
 
 def _says_something(entry: Any) -> bool:

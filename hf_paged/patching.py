@@ -3,13 +3,17 @@
 Nothing of `generate` is copied. Functions of this module are bound to the instance over the methods that `generate`
 calls through `self`, so that a deep-copied model is patched for itself:
 
+- `_extract_generation_mode_kwargs` and `_get_logits_processor` see a decoding loop and processors that are not the
+  library's;
+- `_prepare_generation_config` takes out the keyword `prefix_salt`;
 - `_expand_inputs_for_generation` notes what a prompt with images was before it was repeated for beams or samples;
 - `_prepare_cache_for_generation` puts a `PagedCache` where a `DynamicCache` would have been;
 - `_prefill` computes what is not there yet, once (see `prefill`);
 - `_update_model_kwargs_for_generation` and `prepare_inputs_for_generation` vouch for a mask that has been seen but for
   the ones appended, so that a decode step need not wait for a device to read it;
-- `_get_stopping_criteria` learns what was generated, to find it again, and which rows have stopped, so that they can
-  give their blocks back;
+- `_get_stopping_criteria` learns which rows have stopped, so that they can give their blocks back;
+- `_has_unfinished_sequences` learns that all have, so that what was generated can be found again;
+- `init_continuous_batching` and `generate_batch` refuse a salt, which they cannot keep;
 - `forward`, with `PagedConfig.cuda_graphs` only, replays decode steps (see `cuda_graphs`).
 """
 
@@ -18,6 +22,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,6 +37,10 @@ from . import adapters, attention, compat, prefill
 from .cache import PagedCache
 from .config import PagedConfig
 from .cross import CrossCache
+from .generation import salts
+from .generation.call import Call
+from .generation.provenance import package_of_function
+from .generation.soundness import Gate, Reason, Shortcut, attention_of, hooks_before
 from .pool import KVPool
 from .stats import PagedStats
 
@@ -67,6 +76,7 @@ class PatchState:
     def __init__(self, config: PagedConfig, pool: KVPool):
         self.config = config
         self.pool = pool
+        self.gate = Gate(config.shortcuts, config.vouch)
         self.implementations: list[tuple[Any, Any]] = []  # (config object, attention implementation before)
         self.methods: list[str] = []
         self.graphs: Graphs | None = None
@@ -235,8 +245,24 @@ def _refuse(model: PreTrainedModel) -> None:
             reason = "none of its layers keeps keys and values"
             if mixed := sorted(set(types) & {"hybrid", "hybrid_sliding"}):
                 reason = f"its layers of type {', '.join(mixed)} keep keys, values and a recurrent state in one"
+    if reason is None:
+        reason = _why_not_attention(model)
     if reason is not None:
         raise ValueError(f"hf_paged cannot patch {type(model).__name__} and be right: {reason}")
+
+
+def _why_not_attention(model: PreTrainedModel) -> str | None:
+    """Why the model's attention is not what hf_paged computes; None: it is."""
+    for config in _configs(model):
+        for function in attention_of(config):
+            if package_of_function(function) not in ("", "python"):
+                continue
+            name = config._attn_implementation_internal
+            return (
+                f"its attention implementation {name!r} is a function that hf_paged does not know and would replace. "
+                'If another computes the same, call model.set_attn_implementation("sdpa") first.'
+            )
+    return None
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -264,16 +290,68 @@ def _implementation(model: PreTrainedModel) -> str | dict[str, str]:
 # -- what generate() calls --------------------------------------------------------------------------------------------
 
 
-class _Call:
-    """One generate() call, carried on its own copy of the generation config."""
+# From `_extract_generation_mode_kwargs` to `_prepare_generation_config`, which generate() calls one after the other: a
+# decoding loop that is not the library's, and the name of a streamer's class that is not.
+_arriving: contextvars.ContextVar[tuple[Any, str | None]] = contextvars.ContextVar(
+    "hf_paged_arriving", default=(None, None)
+)
+# What `generate(prefix_salt=...)` and these are called on the call's own copy of the generation config.
+_SALT, _LOOP, _STREAMER, _CALL = "_hf_paged_salt", "_hf_paged_loop", "_hf_paged_streamer", "_hf_paged_call"
 
-    def __init__(self, cache: PagedCache, copies: int, owned: bool, generation_mode: Any, graphs: "Graphs | None"):
-        self.cache = cache
-        self.session = None if graphs is None else graphs.open(cache)  # it ends with this object
-        self.copies = copies  # rows made of one prompt
-        self.owned = owned  # the cache was made here and nobody sees it afterwards
-        self.mode = str(getattr(generation_mode, "value", generation_mode))
-        self.before: prefill.Unrepeated | None = None
+
+def _extract_generation_mode_kwargs(
+    self: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any
+) -> Any:
+    state = self.__dict__.get(_STATE)
+    unknown = None if streamer is None or state is None else state.gate.why_not_streamer(streamer)
+    _arriving.set((custom_generate if callable(custom_generate) else None, unknown))
+    return type(self)._extract_generation_mode_kwargs(
+        self, custom_generate, kwargs, synced_gpus, assistant_model, streamer
+    )
+
+
+def _prepare_generation_config(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    loop, streamer = _arriving.get()
+    _arriving.set((None, None))
+    salt = salts.checked(kwargs.pop("prefix_salt", None))
+    own, model_kwargs = type(self)._prepare_generation_config(self, generation_config, *args, **kwargs)
+    if salt is not None:
+        setattr(own, _SALT, salt)
+    if loop is not None:
+        setattr(own, _LOOP, loop)
+    if streamer is not None:
+        setattr(own, _STREAMER, streamer)
+    if own.cache_implementation == "paged":
+        _refuse_salt(getattr(own, _SALT, None))
+    return own, model_kwargs
+
+
+def _refuse_salt(given: str | None) -> None:
+    if salts.in_force(given):
+        raise ValueError(
+            "continuous batching shares blocks among all its requests and knows no prefix_salt. Call generate() "
+            'without cache_implementation="paged", or without a salt.'
+        )
+
+
+def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The library's, which knows no prefix salts.
+
+    Raises:
+        ValueError: within `prefix_salt(...)`.
+    """
+    _refuse_salt(salts.checked(kwargs.pop("prefix_salt", None)))
+    return type(self).init_continuous_batching(self, *args, **kwargs)
+
+
+def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The library's, which knows no prefix salts.
+
+    Raises:
+        ValueError: with a salt.
+    """
+    _refuse_salt(salts.checked(kwargs.pop("prefix_salt", None)))
+    return type(self).generate_batch(self, *args, **kwargs)
 
 
 # From `_expand_inputs_for_generation` to `_prepare_cache_for_generation`, which generate() calls one after the other.
@@ -338,7 +416,8 @@ def _prepare_cache_for_generation(
             cache.state.expected_columns = max_cache_length
             if cache.pool.owner is None:
                 cache.pool.owner = weakref.ref(self)
-            generation_config._hf_paged_call = _Call(cache, copies, False, generation_mode, state.graphs)
+            call = Call(state.gate, cache, copies, False, generation_mode, state.graphs, *_asked(generation_config))
+            setattr(generation_config, _CALL, call)
         else:
             state.pool.count_fallback(f"a {type(given).__name__} was passed in, so generate() is not paged")
         return result
@@ -363,9 +442,16 @@ def _prepare_cache_for_generation(
     else:
         model_kwargs[name] = cache
     owned = not generation_config.return_dict_in_generate and not generation_config.is_assistant
-    call = generation_config._hf_paged_call = _Call(cache, copies, owned, generation_mode, state.graphs)
+    call = Call(state.gate, cache, copies, owned, generation_mode, state.graphs, *_asked(generation_config))
     call.before = before
+    setattr(generation_config, _CALL, call)
     return result
+
+
+def _asked(generation_config: Any) -> tuple[str | None, Any, bool]:
+    """The salt, the loop, and whether there is a streamer of the user's, of a call."""
+    salt, loop, streamer = (getattr(generation_config, name, None) for name in (_SALT, _LOOP, _STREAMER))
+    return salt, loop, streamer is not None
 
 
 def _paged_part(cache: Any) -> PagedCache | None:
@@ -383,10 +469,11 @@ def _prefill(
     **kwargs: Any,
 ) -> Any:
     library = type(self)._prefill
-    call: _Call | None = getattr(generation_config, "_hf_paged_call", None)
+    call: Call | None = getattr(generation_config, _CALL, None)
     if call is None:
         return library(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
     cache, state = call.cache, _state_of(self)
+    call.look(self)
     past = cache.get_seq_length()
     if past and not self.config.is_encoder_decoder and "inputs_embeds" not in model_kwargs:
         mask = model_kwargs.get("attention_mask")
@@ -394,33 +481,45 @@ def _prefill(
         if length == input_ids.shape[1] <= past:
             # Everything is in the cache already: compute the last token again, as at least one must be.
             cache.crop(input_ids.shape[1] - 1 - past)
+            past = cache.get_seq_length()
 
     def compute(ids: torch.Tensor, keywords: dict[str, Any]) -> Any:
         return library(self, ids, generation_config, keywords, *args, **kwargs)
 
+    once = call.allows(Shortcut.EQUAL_ROWS) and state.config.prompt_once
     if self.config.is_encoder_decoder:
         copies = call.copies
-        if copies == 1 and input_ids.shape[0] > 1 and not past:
+        if copies == 1 and input_ids.shape[0] > 1 and not past and call.allows(Shortcut.SOURCES_ONCE):
             copies = prefill.equal_neighbours(model_kwargs, input_ids)
         if past or copies == 1:
             return compute(input_ids, model_kwargs)
-        return _prefill_sources(self, input_ids, generation_config, model_kwargs, call.cache, copies, compute)
-    repeats = call.copies if state.config.prompt_once else 1
+        return _prefill_sources(self, input_ids, generation_config, model_kwargs, call, copies, compute)
+    repeats = call.copies if once else 1
     reason = prefill.why_not_shared(self, input_ids, generation_config, model_kwargs, cache)
+    begun = None
+    if reason is not None and (unknown := prefill.unknown_keywords(self, input_ids, model_kwargs, cache)):
+        call.step_aside(Reason.UNKNOWN_KEYWORD, ", ".join(unknown))
+    if reason is None:
+        prompt = input_ids if input_ids.shape[1] else model_kwargs["inputs_embeds"]
+        begun = call.begin_identity(self, *prompt.shape[:2])
+    goes_on = past and reason is None and prefill.goes_on(call, begun, input_ids, model_kwargs)
+    if past and not goes_on and cache.reset_if_stale:
+        cache.reset()
+        past = 0
     if reason is None and not past:
-        outputs = prefill.prefill(self, cache, input_ids, generation_config, model_kwargs, compute)
+        outputs = prefill.prefill(self, call, begun, input_ids, generation_config, model_kwargs, compute)
     else:
         known = cache.state.known
-        if reason is not None or not prefill.goes_on(self, input_ids, model_kwargs, cache):
+        if not goes_on:
             known.clear()
         if repeats > 1 and reason is None:
             reason = _why_not_once(input_ids, model_kwargs, repeats, cache)
         before = None  # the keywords of the rows before they were repeated
-        if repeats > 1 and reason is not None and call.before is not None:
+        if repeats > 1 and reason is not None and call.before is not None and call.allows(Shortcut.SOURCES_ONCE):
             if not prefill.why_images_are_not_once(self, input_ids, generation_config, model_kwargs, cache):
                 before = call.before.for_images(self, input_ids, model_kwargs, repeats)
-            call.before = None
             reason = None if before is not None else reason
+        call.before = None
         if repeats > 1 and reason is not None:
             state.pool.count_fallback(
                 f"the prompt is computed once per beam or sample: {reason}", cache.state.fallbacks
@@ -434,10 +533,10 @@ def _prefill(
             cache.batch_repeat_interleave(repeats)
             outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
         if known.identity is not None:
-            known.note(input_ids, input_ids.shape[1], known.real)
+            known.note(input_ids.clone(), known.real)
             cache.state.remember()
     mask = model_kwargs.get("attention_mask")
-    if call.owned and (mask is None or mask.shape[-1] <= cache.get_seq_length()):
+    if call.owned and call.allows(Shortcut.MASK_ONCE) and (mask is None or mask.shape[-1] <= cache.get_seq_length()):
         # From here on generate() appends ones to the mask, and the cache dies with the call. (Musicgen reads the last
         # token of a prompt alone, and what it generates falls under the mask of the others.)
         cache.state.trusted = True
@@ -449,12 +548,15 @@ def _prefill_sources(
     input_ids: torch.Tensor,
     generation_config: Any,
     model_kwargs: dict[str, Any],
-    cache: PagedCache,
+    call: Call,
     copies: int,
     compute: Callable[[torch.Tensor, dict[str, Any]], Any],
 ) -> Any:
     """The first decoder forward: computed for one row of each source where that can be, and stored so."""
+    cache = call.cache
     both = model_kwargs.get(compat.CACHE_ARGUMENT)
+    if not call.allows(Shortcut.SOURCES_ONCE):
+        return compute(input_ids, model_kwargs)
     keywords = prefill.sources({**model_kwargs, "the prompt": input_ids}, input_ids.shape[0], copies)
     reason = None
     if isinstance(keywords, str):
@@ -500,7 +602,8 @@ def _update_model_kwargs_for_generation(
     before = model_kwargs.get(name)
     model_kwargs = getattr(type(self), method)(self, outputs, model_kwargs, *args, **kwargs)
     cache = model_kwargs.get(compat.CACHE_ARGUMENT)
-    if isinstance(cache, PagedCache) and getattr(type(self), method) is getattr(compat.GenerationMixin, method):
+    own = getattr(type(self), method) is getattr(compat.GenerationMixin, method)
+    if own and isinstance(cache, PagedCache) and cache.state.watched:
         # What the library's own method makes is the mask of the last forward, which was read or vouched for, and ones.
         state = cache.state
         seen = before is not None and before.shape[1] == state.columns and not (state.hides or state.blind)
@@ -510,18 +613,42 @@ def _update_model_kwargs_for_generation(
 
 def _vouch_for_inputs(model: Any) -> None:
     """Let the model's `prepare_inputs_for_generation`, which comes right before a forward, say whose mask it got."""
-    library = type(model).prepare_inputs_for_generation
 
-    @functools.wraps(library)  # generate() reads its signature
+    @functools.wraps(type(model).prepare_inputs_for_generation)  # generate() reads its signature
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = library(self, *args, **kwargs)
+        inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
         cache = kwargs.get(compat.CACHE_ARGUMENT)
-        if isinstance(cache, PagedCache):
-            mask = kwargs.get("attention_mask")
-            cache.state.vouched = mask is not None and mask is cache.state.appended
+        paged = _paged_part(cache)
+        if paged is not None:
+            _before_forward(self, paged, inputs, kwargs.get("attention_mask") if paged is cache else None)
         return inputs
 
     model.__dict__["prepare_inputs_for_generation"] = MethodType(prepare_inputs_for_generation, model)
+
+
+def _before_forward(model: Any, cache: PagedCache, inputs: dict[str, Any], mask: torch.Tensor | None) -> None:
+    """What is looked at in each step: hooks that have come since, whose mask it is, and which tokens go in."""
+    state = cache.state
+    if state.watched and state.hooks != hooks_before(model):
+        # Registered in the middle of the call: masks are read again, and no more rows are let go.
+        state.watched = state.trusted = False
+        cache.pool.step_aside(
+            Reason.UNKNOWN_HOOK.code, Reason.UNKNOWN_HOOK.value, state.fallbacks, detail="it came while generate() ran"
+        )
+    state.vouched = state.watched and mask is not None and mask is state.appended
+    known = state.known
+    if state.follows and known.identity is not None and state.columns >= known.columns > 0:
+        if known.witness is not None and not known.witness.same():
+            cache.pool.step_aside(
+                Reason.UNSTEADY.code, Reason.UNSTEADY.value, state.fallbacks, detail="in the middle of generate()"
+            )
+            known.clear()
+            return
+        ids = inputs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.ndim == 2 and inputs.get("inputs_embeds") is None:
+            known.feed(ids)  # the library's own copy of them
+        else:
+            known.clear()
 
 
 class _Arriving:
@@ -540,33 +667,36 @@ class _Arriving:
         return self._event is None or self._event.query()
 
 
+# The criteria that were asked last in this thread, until the library says whether it goes on.
+_asked_last = threading.local()
+
+
 class _WatchedCriteria(StoppingCriteriaList):
-    """Stopping criteria that tell the cache what was generated and which rows have stopped. Their answer is unchanged.
+    """Stopping criteria that tell the cache which rows have stopped. Their answer is unchanged.
 
     Attributes:
         call: the call.
-        frees: rows that have stopped give their blocks back. From a GPU the answer, and what such a row holds, arrive
-            while the next steps are prepared, so it does so a step or two later.
+        may_free: rows that have stopped may give their blocks back, as far as can be said before the call begins. From
+            a GPU the answer, and what such a row holds, arrive while the next steps are prepared, so it does so a step
+            or two later.
         answers: answers on their way to the host.
         stopped: rows that are known to have stopped.
         leaving: rows that have stopped, and the known ids of all rows, on their way likewise.
     """
 
-    call: _Call
-    frees: bool
+    call: Call
+    may_free: bool
     answers: deque[_Arriving]
     stopped: set[int]
     leaving: deque[tuple[list[int], _Arriving | None]]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         done = super().__call__(input_ids, scores, **kwargs)
-        state = self.call.cache.state
-        known = state.known
-        if known.identity is not None and state.columns == input_ids.shape[1] - 1 and state.rows == input_ids.shape[0]:
-            known.note(input_ids, state.columns, known.real)
-        if not self.frees:
-            return done
-        if isinstance(done, torch.Tensor) and state.rows == done.shape[0]:
+        call = self.call
+        state = call.cache.state
+        _asked_last.call = weakref.ref(call)  # an exception may come before the library answers
+        frees = self.may_free and state.watched and call.allows(Shortcut.STOPPED_ROWS)
+        if frees and isinstance(done, torch.Tensor) and state.rows == done.shape[0]:
             self._free(done)
         return done
 
@@ -584,31 +714,55 @@ class _WatchedCriteria(StoppingCriteriaList):
             if new and len(rows) < len(stopped):
                 self.stopped.update(new)
                 ids = None
-                if known.identity is not None and known.ids is not None:
-                    ids = _Arriving(known.ids[:, : known.columns])
+                if known.identity is not None and (together := known.together()) is not None:
+                    ids = _Arriving(together)
                 self.leaving.append((new, ids))
         while self.leaving and ((ids := self.leaving[0][1]) is None or ids.here):
             rows, _ = self.leaving.popleft()
             state.finish_rows(rows, None if ids is None else ids.tensor)
 
 
+def _get_logits_processor(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    processors = type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
+    call: Call | None = getattr(generation_config, _CALL, None)
+    if call is not None:
+        call.processors = _state_of(self).gate.why_not_processors(processors)
+        call.runs_users_code |= call.processors is not None or kwargs.get("prefix_allowed_tokens_fn") is not None
+    return processors
+
+
 def _get_stopping_criteria(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
     criteria = type(self)._get_stopping_criteria(self, generation_config, *args, **kwargs)
-    call: _Call | None = getattr(generation_config, "_hf_paged_call", None)
-    if call is None or call.mode not in ("greedy_search", "sample"):
-        return criteria  # a beam's rows are candidates, and an assistant's tokens may be taken back
+    call: Call | None = getattr(generation_config, _CALL, None)
+    if call is None or not call.follows:
+        return criteria
     watched = _WatchedCriteria(criteria)
     watched.call = call
     watched.answers, watched.stopped, watched.leaving = deque(), set(), deque()
     # Only where a stopped row's next tokens are pads whatever the model says: greedy or sampling, with an EOS
     # criterion.
-    watched.frees = (
+    watched.may_free = (
         call.owned
         and _state_of(self).config.free_finished_rows
         and not self.config.is_encoder_decoder
         and any(hasattr(entry, "eos_token_id") for entry in criteria)
     )
+    unknown = _state_of(self).gate.why_not_processors(criteria)
+    call.runs_users_code |= unknown is not None
+    unknown = call.processors or unknown
+    if watched.may_free and unknown:
+        watched.may_free = False
+        call.step_aside(Reason.UNKNOWN_PROCESSOR, unknown)
     return watched
+
+
+def _has_unfinished_sequences(self: Any, *args: Any, **kwargs: Any) -> bool:
+    goes_on = type(self)._has_unfinished_sequences(self, *args, **kwargs)
+    asked: weakref.ref[Call] | None = _asked_last.__dict__.pop("call", None)
+    call = asked() if asked is not None else None
+    if call is not None and not goes_on:
+        call.settle(self)
+    return goes_on
 
 
 def _paged_stats(self: Any) -> PagedStats:
@@ -617,6 +771,12 @@ def _paged_stats(self: Any) -> PagedStats:
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
+    "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
+    "_prepare_generation_config": _prepare_generation_config,
+    "_get_logits_processor": _get_logits_processor,
+    "_has_unfinished_sequences": _has_unfinished_sequences,
+    "init_continuous_batching": init_continuous_batching,
+    "generate_batch": generate_batch,
     "_expand_inputs_for_generation": _expand_inputs_for_generation,
     "_prepare_cache_for_generation": _prepare_cache_for_generation,
     "_prefill": _prefill,

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -90,13 +90,15 @@ class KVPool:
         self._sized = self.config.memory_budget is None
         self.stores: dict[int, LayerStore] = {}
         self.fallbacks: Counter[str] = Counter()
+        self.stepped_aside: Counter[str] = Counter()
         self.scratch_bytes = 0
         self.graph_captures = self.graph_steps = 0
         self._lock = threading.RLock()
         self._depth = 0
         self._orphans: deque[tuple[list[RowTables], Any]] = deque()
-        self._live: weakref.WeakSet = weakref.WeakSet()  # tables of living caches, for check() and stats()
-        self.cross_layers: weakref.WeakSet = weakref.WeakSet()  # what decoders read of their encoders, for stats()
+        # Tables of living caches, for check() and stats(); looked at and added to under the lock.
+        self._live: weakref.WeakSet = weakref.WeakSet()
+        self._cross_layers: weakref.WeakSet = weakref.WeakSet()  # what decoders read of their encoders, for stats()
 
     # -- locking ----------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class KVPool:
             tables, known = self._orphans.popleft()
             try:
                 self.remember(tables, known)
+                self.forget_trial(known)
             finally:
                 for entry in tables:
                     entry.release_all()
@@ -143,8 +146,14 @@ class KVPool:
         return self.register([RowTables(group.blocks, self.config.block_size) for group in self.groups])
 
     def register(self, tables: list[RowTables]) -> list[RowTables]:
-        self._live.update(tables)
+        with self.locked():
+            self._live.update(tables)
         return tables
+
+    def register_cross(self, layer: Any) -> None:
+        """Count what a layer holds of its encoder, as long as it lives."""
+        with self.locked():
+            self._cross_layers.add(layer)
 
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
@@ -156,21 +165,57 @@ class KVPool:
             known: its `KnownTokens`.
             rows: which rows; None: all.
         """
-        if self.index is None or known.identity is None:
+        self._insert(tables, known, (known.identity, known.salt), rows, known.row)
+
+    def remember_on_trial(self, tables: list[RowTables], known: Any, rows: Iterable[int], ids: torch.Tensor) -> None:
+        """Keep what rows hold that are about to go, until it is known whether the weights have stayed the same.
+
+        `settle_trial` lets it be found, `forget_trial` lets it go.
+
+        Args:
+            ids: tokens of all rows, [rows, columns] on the CPU.
+        """
+        if known.trial is None:
+            known.trial = object()
+        known.torn = False  # between two forwards
+        self._insert(tables, known, known.trial, rows, lambda row: known.tokens_of(row, ids))
+
+    def settle_trial(self, known: Any) -> None:
+        """Let what was kept on trial be found."""
+        if self.index is not None and known.trial is not None:
+            with self.locked():
+                self.index.move(known.trial, (known.identity, known.salt))
+                known.trial = None
+
+    def forget_trial(self, known: Any) -> None:
+        if self.index is not None and known.trial is not None:
+            with self.locked():
+                self.index.forget(known.trial)
+                known.trial = None
+
+    def _insert(
+        self,
+        tables: list[RowTables],
+        known: Any,
+        identity: Hashable,
+        rows: Iterable[int] | None,
+        tokens_of: Callable[[int], list[int]],
+    ) -> None:
+        if self.index is None or known.identity is None or known.salt is None:
             return
         with self.locked():
             for row in range(len(tables[0].rows)) if rows is None else rows:
-                tokens = known.row(row)
+                tokens = tokens_of(row)
                 held = min(len(tokens), *(entry.rows[row].length for entry in tables))
                 if known.torn:  # the last, partly filled block may be a copy that not every layer has made
                     held -= held % self.config.block_size
-                self.index.insert(known.identity, tokens[:held], [entry.rows[row] for entry in tables])
+                self.index.insert(identity, tokens[:held], [entry.rows[row] for entry in tables])
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Blocks that a living cache holds stay its own; all others are free at once.
 
-        Weights that were changed behind PyTorch's back (through `tensor.data` in place, or from outside Python) need
-        this call; an optimizer step, `load_state_dict` and a switched or merged adapter are noticed without.
+        Changed weights, adapters and settings are noticed without: this is to have the memory back, or to be sure that
+        nothing of a prompt is kept.
         """
         if self.index is not None:
             with self.locked():
@@ -277,12 +322,26 @@ class KVPool:
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 
-    def count_fallback(self, reason: str, *others: Counter) -> None:
-        """Count a call that took a dense path or went without a saving; warn the first time a reason occurs."""
-        if not self.fallbacks[reason]:
-            warnings.warn(f"hf_paged: {reason} (counted in stats().fallbacks; said once)", stacklevel=3)
-        for counter in (self.fallbacks, *others):
-            counter[reason] += 1
+    def count_fallback(self, reason: str, *others: Counter, detail: str = "") -> None:
+        """Count a call that took a dense path or went without a saving; warn the first time a reason occurs.
+
+        Args:
+            others: further counters of the same.
+            detail: what was found, for the warning alone.
+        """
+        with self._lock:
+            first = not self.fallbacks[reason]
+            for counter in (self.fallbacks, *others):
+                counter[reason] += 1
+        if first:
+            said = f"{reason}: {detail}" if detail else reason
+            warnings.warn(f"hf_paged: {said} (counted in stats().fallbacks; said once)", stacklevel=3)
+
+    def step_aside(self, code: str, sentence: str, *others: Counter, detail: str = "") -> None:
+        """Count a call that went without a shortcut, by the code of the reason and in words."""
+        with self._lock:
+            self.stepped_aside[code] += 1
+        self.count_fallback(sentence, *others, detail=detail)
 
     def stats(self, tables: Iterable[list[RowTables]] | None = None) -> PagedStats:
         """Numbers of the whole pool, or of the caches whose tables are given."""
@@ -316,9 +375,10 @@ class KVPool:
                         stats.bytes_used += store.bytes_per_block * blocks.used_blocks
             stats.utilization = filled / slots if slots else 1.0
             if tables is None:
-                held = {id(each): each.nbytes for layer in list(self.cross_layers) for each in layer.tensors}
+                held = {id(each): each.nbytes for layer in list(self._cross_layers) for each in layer.tensors}
                 stats.cross_attention_bytes = sum(held.values())
                 stats.graph_captures, stats.graph_steps = self.graph_captures, self.graph_steps
+                stats.stepped_aside = dict(self.stepped_aside)
             return stats
 
     def check(self) -> None:

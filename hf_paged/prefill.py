@@ -9,13 +9,10 @@ What `patching` calls in place of the library's `_prefill`, for a cache that is 
    library's own prefill runs, on the columns that are not there for all rows.
 """
 
-import contextvars
 import copy
 import hashlib
-import itertools
 import secrets
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +20,10 @@ import torch
 from . import attention, compat, latent
 from .blocks import common_prefix
 from .cache import PagedCache
+from .generation.call import Call
+from .generation.identity import Begun
+from .generation.soundness import Shortcut
+from .generation.transfer import on_host
 
 # Tokens that all rows must have in common before they are computed ahead of the rest.
 LONG_PREFIX = 32
@@ -54,79 +55,16 @@ PACKED_COMPOSITES = frozenset(
 IMAGES_ONCE = frozenset(("gemma3", "llava"))
 # Keywords of a prefill with images; `mm_encoder_outputs` are what the vision tower has made of them.
 _IMAGE_KEYWORDS = frozenset(("mm_encoder_outputs", "pixel_values", "token_type_ids"))
-# Keywords of a prefill that say nothing of the content but ids and mask.
+# Keywords of a prefill that say nothing of the content but ids and mask. (Tokenizers are for the criteria.)
 KNOWN_KEYWORDS = frozenset(
     (
-        "attention_mask", "cache", "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values",
-        "position_ids", "return_dict", "use_cache",
+        "assistant_tokenizer", "attention_mask", "cache", "logits_to_keep", "output_attentions", "output_hidden_states",
+        "past_key_values", "position_ids", "return_dict", "tokenizer", "use_cache",
     )
 )  # fmt: skip
 
 # Keys the fingerprints of embeddings, so that nobody can look for two that have the same one.
 _fingerprint_key = secrets.token_bytes(32)
-_salt: contextvars.ContextVar[str] = contextvars.ContextVar("hf_paged_prefix_salt", default="")
-
-
-@contextmanager
-def prefix_salt(salt: str) -> Iterator[None]:
-    """Within the `with` block prefixes are found only if they were stored under the same salt.
-
-    Keeps tenants of one model from finding out, by the time a call takes, what others have asked.
-    """
-    token = _salt.set(salt)
-    try:
-        yield
-    finally:
-        _salt.reset(token)
-
-
-def identity_of(model: torch.nn.Module) -> Hashable:
-    """All that keys and values depend on beside the tokens.
-
-    The model instance; its weights, by version counter and address of each parameter; the adapters that are active or
-    merged; autocast; the user's salt. Weights changed through `tensor.data` in place are not noticed:
-    `KVPool.reset_prefix_cache` is for them.
-    """
-    weights: list[Hashable] = []
-    offloaded = False
-    for parameter in itertools.chain(model.parameters(), _buffers(model)):
-        offloaded |= parameter.is_meta
-        if not parameter.is_meta:
-            version = 0 if parameter.is_inference() else parameter._version
-            weights.append((id(parameter), version, parameter.data_ptr()))
-    if offloaded:
-        weights.extend(_offloaded(model))
-    kinds = {"cpu", *(parameter.device.type for parameter in model.parameters())} - {"meta"}
-    if offloaded and torch.accelerator.is_available():
-        kinds.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
-    )
-    return (
-        ("model", id(model)),
-        ("weights", tuple(weights)),
-        ("adapters", adapters_of(model)),
-        ("autocast", autocast),
-        ("salt", _salt.get()),
-    )
-
-
-def adapters_of(model: torch.nn.Module) -> Hashable:
-    """The adapters that are active or merged."""
-    adapters = []
-    for name, module in model.named_modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
-            scaling = getattr(module, "scaling", None)
-            adapters.append(
-                (
-                    name,
-                    tuple(module.active_adapters),
-                    tuple(module.merged_adapters),
-                    bool(module.disable_adapters),
-                    tuple(sorted(scaling.items())) if isinstance(scaling, dict) else (),
-                )
-            )
-    return tuple(adapters)
 
 
 def fingerprints(embeds: torch.Tensor) -> torch.Tensor:
@@ -150,30 +88,17 @@ def fingerprints(embeds: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64).view(rows, columns)
 
 
-def _buffers(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers that are saved with a model: quantised weights lie in such."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield buffer
-
-
-def _offloaded(model: torch.nn.Module) -> Iterator[Hashable]:
-    """The weights that accelerate's hooks bring for each forward: the parameters themselves are made anew each time."""
-    for name, module in model.named_modules():
-        hook = getattr(module, "_hf_hook", None)
-        for each in getattr(hook, "hooks", [hook]):
-            weights = getattr(each, "weights_map", None)
-            for key, parameter in module.named_parameters(recurse=False) if weights is not None else ():
-                if not parameter.is_meta:
-                    continue
-                loader = getattr(weights, "dataset", weights)
-                kept = (getattr(loader, "state_dict", None) or loader, getattr(weights, "prefix", "") + key)
-                held = kept[0].get(kept[1]) if isinstance(kept[0], dict) else None
-                if isinstance(held, torch.Tensor):
-                    yield (id(held), 0 if held.is_inference() else held._version, held.data_ptr())
-                else:  # on disk
-                    yield (name, key, id(loader))
+def unknown_keywords(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> list[str]:
+    """Keywords of a prefill of which it is not known what they mean for each row."""
+    understood = KNOWN_KEYWORDS
+    if input_ids.shape[1] == 0 and not cache.get_seq_length() and packs(model):
+        # Embeddings are the prompt where there are no ids; going on behind a hit is a forward of our own.
+        understood = understood | {"inputs_embeds"}
+    return sorted(
+        name
+        for name, entry in model_kwargs.items()
+        if name not in understood and entry is not None and not (isinstance(entry, dict) and not entry)
+    )
 
 
 def why_not_shared(
@@ -190,17 +115,10 @@ def why_not_shared(
         return "positions depend on how a prompt with pads is cut"
     if any(hasattr(module, "rope_deltas") for module in (model, getattr(model, "model", None))):
         return "the model keeps each row's position of its own"
-    understood, columns = KNOWN_KEYWORDS, input_ids.shape[1]
-    if columns == 0 and model_kwargs.get("inputs_embeds") is not None and not cache.get_seq_length() and packs(model):
-        # Embeddings are the prompt where there are no ids; going on behind a hit is a forward of our own.
-        understood, columns = KNOWN_KEYWORDS | {"inputs_embeds"}, model_kwargs["inputs_embeds"].shape[1]
-    unknown = sorted(
-        name
-        for name, entry in model_kwargs.items()
-        if name not in understood and entry is not None and not (isinstance(entry, dict) and not entry)
-    )
-    if unknown:
+    if unknown := unknown_keywords(model, input_ids, model_kwargs, cache):
         return f"the model is given {', '.join(unknown)}"
+    embeds = model_kwargs.get("inputs_embeds")
+    columns = input_ids.shape[1] if input_ids.shape[1] or embeds is None else embeds.shape[1]
     if columns == 0:
         return "the prompt is empty"
     mask = model_kwargs.get("attention_mask")
@@ -274,7 +192,7 @@ def why_images_are_not_once(
     model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> str | None:
     """Why a prompt with images cannot be computed once for its beams or samples, beside the images."""
-    if model.config.model_type not in IMAGES_ONCE or cache.get_seq_length() or model.training:
+    if model.config.model_type not in IMAGES_ONCE or cache.get_seq_length():
         return "images"
     others = {name: entry for name, entry in model_kwargs.items() if name not in _IMAGE_KEYWORDS}
     return why_not_shared(model, input_ids, generation_config, others, cache)
@@ -345,15 +263,6 @@ def _repeated(entry: torch.Tensor, copies: int) -> torch.Tensor:
     return entry[::copies].unsqueeze(1).expand(-1, copies, *entry.shape[1:])
 
 
-def _on_host(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Integers on the CPU, those of like shape and device read at once: a read waits for the device."""
-    known = [tensor for tensor in tensors if tensor is not None]
-    if len(known) > 1 and not known[0].is_cpu and len({(each.shape, each.device) for each in known}) == 1:
-        numbers = iter(torch.stack([tensor.long() for tensor in known]).cpu())
-        return [None if tensor is None else next(numbers) for tensor in tensors]
-    return [None if tensor is None else tensor.cpu() for tensor in tensors]
-
-
 def _rows_of(tensor: torch.Tensor, rows: list[int], dim: int = 0) -> torch.Tensor:
     """Those rows of a tensor, along `dim`. (Indexing with a list waits for the device.)"""
     return tensor.index_select(dim, torch.tensor(rows).to(tensor.device, non_blocking=True))
@@ -369,6 +278,7 @@ class _Prompt:
         embeds: [rows, columns, hidden size] where the prompt is given so, and `ids` are their fingerprints; else None.
         origin: for every row of the call the distinct row it equals.
         chosen: for every distinct row a row of the call that it stands for.
+        arrived: what was read from devices together with them.
         tokens: the tokens of each distinct row, pads left out; None unless pads are all on the left and every row has
             a token.
         lead: pads in front of each row.
@@ -381,22 +291,27 @@ class _Prompt:
         positions: torch.Tensor | None,
         merge: bool,
         embeds: torch.Tensor | None = None,
+        arriving: Sequence[torch.Tensor] = (),
     ):
-        shown = None if mask is None else mask != 0
         if embeds is None:
-            ids, shown, self.positions = _on_host(inputs, shown, positions)
+            ids, given, self.positions, *arrived = on_host(inputs, mask, positions, *arriving)
         else:
             ids = fingerprints(embeds)
-            shown, self.positions = _on_host(shown, positions)
+            given, self.positions, *arrived = on_host(mask, positions, *arriving)
         assert ids is not None
-        shown = None if shown is None or bool(shown.all()) else shown.bool()
+        self.arrived = [tensor for tensor in arrived if tensor is not None]
+        if ids is inputs:
+            ids = ids.clone()  # the caller may write to its own
+        shown = None if given is None else given != 0
+        shown = None if shown is None or bool(shown.all()) else shown
         rows = ids.tolist()
-        pads = [()] * len(rows) if shown is None else [tuple(row) for row in shown.tolist()]
+        # Rows are equal if all that the forward is given of them is.
+        beside = [_by_row(tensor, len(rows)) for tensor in (given if shown is not None else None, self.positions)]
         seen: dict[Any, int] = {}
         self.origin: list[int] = []
         self.chosen: list[int] = []
-        for place, (row, pad) in enumerate(zip(rows, pads, strict=True)):
-            key = (tuple(row), pad) if merge else place
+        for place, row in enumerate(rows):
+            key = (tuple(row), *(each[place] for each in beside)) if merge else place
             if key not in seen:
                 seen[key] = len(self.chosen)
                 self.chosen.append(place)
@@ -419,6 +334,21 @@ class _Prompt:
         self.tokens = [row[lead:] for row, lead in zip(distinct, self.lead, strict=True)]
 
 
+def _by_row(tensor: torch.Tensor | None, rows: int) -> list[Any]:
+    """What a tensor says of each row, to be compared.
+
+    Args:
+        tensor: [rows, ...]; [1, ...], which tells no rows apart; or position ids, [kinds, rows, columns].
+    """
+    if tensor is None or tensor.ndim < 2:
+        return [None] * rows
+    if tensor.ndim == 3 and tensor.shape[1] == rows:
+        tensor = tensor.transpose(0, 1)
+    if tensor.shape[0] != rows:
+        return [None] * rows
+    return [tuple(row) for row in tensor.flatten(1).tolist()]
+
+
 def _default_positions(prompt: _Prompt) -> bool:
     """Whether each token's position is its place among its row's tokens."""
     positions = prompt.positions
@@ -435,17 +365,19 @@ def _default_positions(prompt: _Prompt) -> bool:
 
 def prefill(
     model: Any,
-    cache: PagedCache,
+    call: Call,
+    begun: Begun | None,
     input_ids: torch.Tensor,
     generation_config: Any,
     model_kwargs: dict[str, Any],
     library: Callable[[torch.Tensor, dict[str, Any]], Any],
 ) -> Any:
-    """Fill an empty cache with a prompt, and give the logits behind it.
+    """Fill a call's empty cache with a prompt, and give the logits behind it.
 
     Args:
         model: the patched model.
-        cache: empty; has a row per row of the prompt afterwards, and its columns.
+        call: its cache is empty; it has a row per row of the prompt afterwards, and its columns.
+        begun: what prefixes are found by; None: none are found or stored.
         input_ids: [rows, columns]; without columns where `inputs_embeds` are among the keywords.
         model_kwargs: as generate() prepared them.
         library: the library's own prefill, for these ids and keywords.
@@ -453,24 +385,27 @@ def prefill(
     Returns:
         The model's output; its `logits` are [rows, 1 or more, vocabulary], the last those behind the prompt.
     """
+    cache = call.cache
     config, pool, state = cache.pool.config, cache.pool, cache.state
     embeds = model_kwargs.get("inputs_embeds")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    prompt = _Prompt(input_ids, mask, positions, config.prompt_once, embeds)
+    merge = config.prompt_once and call.allows(Shortcut.EQUAL_ROWS)
+    may_pack = config.packed_prefill and call.allows(Shortcut.PACKED)
+    prompt = _Prompt(input_ids, mask, positions, merge, embeds, () if begun is None else begun.content.on_device)
     rows = len(prompt.origin)
     plain = prompt.tokens is not None and _default_positions(prompt)
-    plain = plain and not model.training and not pool.loose_windows and not cache.other_layers
-    identity = identity_of(model) if plain and pool.index is not None else None
-    if identity is not None and embeds is not None:
-        identity = (identity, "embeddings")
+    plain = plain and not pool.loose_windows and not cache.other_layers
+    identity: Hashable = None
+    if plain and begun is not None:
+        identity = call.identity = begun.finish(prompt.arrived)
+        identity = identity if embeds is None else (identity, "embeddings")
+    salt = call.namespace
     try:
         with pool.locked():
-            work = _Work(cache, prompt, identity)
-            packed = (
-                plain and config.packed_prefill and work.packed_is_less(_common(prompt) if config.prompt_once else 0)
-            )
+            work = _Work(cache, prompt, None if identity is None or salt is None else (identity, salt))
+            packed = plain and may_pack and work.packed_is_less(_common(prompt) if merge else 0)
             if embeds is not None:
-                packed = packed or (plain and config.packed_prefill and any(work.done))
+                packed = packed or (plain and may_pack and any(work.done))
                 if not packed:
                     work.index = None  # the library goes on from a filled cache with ids
             if packed and not packs(model):
@@ -494,9 +429,9 @@ def prefill(
             outputs = library(prompt.inputs, keywords)
         if pool.loose_windows or (state.blind and prompt.mask is not None):
             identity = None  # in the second case the model attends on its own, and pads are stored
-        state.known.identity = identity
+        state.known.identity, state.known.salt, state.known.witness = identity, salt, call.witness
         if identity is not None:
-            state.known.note(prompt.ids, prompt.columns, prompt.mask)
+            state.known.note(prompt.ids, prompt.mask)
             state.remember()
         if len(prompt.chosen) < rows:
             cache.batch_select_indices(prompt.origin)
@@ -509,23 +444,34 @@ def prefill(
     return outputs
 
 
-def goes_on(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], cache: PagedCache) -> bool:
-    """Whether `input_ids` is the whole history of a filled cache whose tokens are known, and more behind it."""
-    known, state = cache.state.known, cache.state
-    past = state.columns
-    if known.identity is None or known.ids is None or known.columns != past or input_ids.shape[1] <= past:
+def goes_on(call: Call, begun: Begun | None, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether `input_ids` is the whole history of a call's filled cache whose tokens are known, and more behind it.
+
+    From then on the cache is stored under the call's salt, if it has been filled under the same.
+    """
+    state = call.cache.state
+    known, past = state.known, state.columns
+    if begun is None or known.identity is None or known.ids is None:
+        return False
+    if known.columns != past or known.fed or input_ids.shape[1] <= past:
         return False
     if known.ids.shape[0] > input_ids.shape[0] or input_ids.shape[0] % known.ids.shape[0]:
         return False
-    prompt = _Prompt(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), merge=False)
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    prompt = _Prompt(input_ids, mask, positions, merge=False, arriving=begun.content.on_device)
     repeated = known.ids[:, :past].repeat_interleave(input_ids.shape[0] // known.ids.shape[0], 0)
-    return (
-        prompt.tokens is not None
-        and not model.training
-        and torch.equal(repeated.cpu(), prompt.ids[:, :past])
-        and _default_positions(prompt)
-        and known.identity == identity_of(model)
-    )
+    if (
+        prompt.tokens is None
+        or not torch.equal(repeated.cpu(), prompt.ids[:, :past])
+        or not _default_positions(prompt)
+        or known.identity != begun.finish(prompt.arrived)
+    ):
+        return False
+    call.identity = known.identity
+    known.witness = call.witness
+    if known.salt != call.namespace:
+        known.salt = None
+    return True
 
 
 def _common(prompt: _Prompt) -> int:
@@ -648,8 +594,15 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
             logits_to_keep=torch.tensor(list(last.values()) or [0]).to(device, non_blocking=True),
             **{compat.CACHE_ARGUMENT: cache},
         )
-        for place, row in enumerate(last):
-            logits[row] = outputs.logits[0, place]
+        found = outputs.logits
+        if found.shape[:2] == (1, len(ids)):  # all of them came back
+            places = list(last.values())
+        elif last and found.shape[:2] == (1, len(last)):
+            places = list(range(len(last)))
+        else:
+            places = []  # nothing is known of what came back
+        for place, row in zip(places, last, strict=False):
+            logits[row] = found[0, place]
 
     def run(spans: list[tuple[int, int, int]]) -> None:
         """Rows ascend in `spans`; cut them into chunks."""
@@ -673,7 +626,8 @@ def _packed(model: Any, cache: PagedCache, work: _Work, chunk: int) -> Any:
         state.copy_prefix(first, [row for row in range(len(done)) if row != first])
         done = [work.common] * len(done)
     run([(row, begin, len(own)) for row, (own, begin) in enumerate(zip(tokens, done, strict=True))])
-    if cache.pool.loose_windows and (forwards > 1 or any(work.done) or any(entry is None for entry in logits)):
+    lost = any(entry is None for entry in logits)
+    if lost or (cache.pool.loose_windows and (forwards > 1 or any(work.done))):
         cache.reset()
         return None
     state.lead, state.real = list(prompt.lead), prompt.mask

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,49 +27,89 @@ UNKNOWN_PADDING = UnknownPadding()
 class KnownTokens:
     """The token ids behind a cache's columns, as far as they are known. Outlives the cache: the prefix index is told.
 
+    Ids that are *believed* are what the index may be told: the prompt's, and those of decode steps once the call has
+    found at its end that the weights are still those it began with. Until then they are *fed*.
+
     Attributes:
         identity: what else the keys and values depend on; None: nothing is known.
-        ids: [rows, n] int64, n at least `columns`, on the CPU or where the model has its inputs.
-        columns: columns that are known and whose keys and values are written in every layer.
+        salt: the namespace they may be found in; None: none.
+        ids: [rows, columns] int64 of its own, on the CPU or where the model has its inputs. Believed.
+        fed: what each forward since was given, [rows, n] each, nobody else's.
+        columns: columns that are believed, written in every layer.
         real: [rows, m] bool on the CPU: which of the first m columns are tokens; later ones all are. None: all.
         torn: a forward has begun since, and may not have come to its end.
+        witness: sees whether the model is left alone while user's code runs in the call; None: none does.
+        trial: stands for the identity of rows that went while nothing fed was believed yet; None: there are none.
     """
 
     def __init__(self) -> None:
         self.torn = False
+        self.trial: Hashable = None
         self.clear()
 
     def clear(self) -> None:
         self.identity: Hashable = None
+        self.salt: str | None = None
         self.ids: torch.Tensor | None = None
+        self.fed: list[torch.Tensor] = []
+        self.witness: Any = None
         self.columns = 0
         self.real: torch.Tensor | None = None
 
-    def note(self, ids: torch.Tensor, columns: int, real: torch.Tensor | None) -> None:
-        self.ids, self.columns, self.real = ids, columns, real
+    def note(self, ids: torch.Tensor, real: torch.Tensor | None) -> None:
+        """Believe in these ids, [rows, columns]; the tensor is not the caller's any more."""
+        self.ids, self.columns, self.real = ids, ids.shape[1], real
+        self.fed = []
         self.torn = False
+
+    def feed(self, ids: torch.Tensor) -> None:
+        """A forward is about to be given these ids, [rows, n], a tensor that nobody else writes to."""
+        self.fed.append(ids)
+
+    @property
+    def fed_columns(self) -> int:
+        """Columns that are believed or fed."""
+        return self.columns + sum(ids.shape[1] for ids in self.fed)
+
+    def together(self) -> torch.Tensor | None:
+        """Ids that are believed or fed, [rows, fed_columns], where the model has its inputs. Waits for nothing."""
+        if self.ids is None or not self.fed:
+            return self.ids
+        return torch.cat([self.ids.to(self.fed[0].device, non_blocking=True), *self.fed], dim=1)
 
     def select(self, indices: Sequence[int]) -> None:
         if self.ids is not None:
             self.ids = self.ids[list(indices)]
+        self.fed = [ids[list(indices)] for ids in self.fed]
         if self.real is not None:
             self.real = self.real[list(indices)]
 
+    def crop(self, columns: int) -> None:
+        """Forget all behind the first columns."""
+        if columns < self.columns:
+            self.columns = columns
+            self.ids = None if self.ids is None else self.ids[:, :columns]
+        if columns < self.fed_columns:
+            self.fed = []  # what an assistant has proposed is not kept anyway
+
     def row(self, index: int) -> list[int]:
-        """The tokens of a row, pads left out."""
+        """The tokens of a row that are believed, pads left out."""
         if self.identity is None or self.ids is None:
             return []
         if not self.ids.is_cpu:
-            self.ids = self.ids[:, : self.columns].cpu()  # all rows at once: a read waits for the device
-        ids = self.ids[index, : self.columns]
+            self.ids = self.ids.cpu()  # all rows at once: a read waits for the device
+        return self.tokens_of(index, self.ids)
+
+    def tokens_of(self, index: int, ids: torch.Tensor) -> list[int]:
+        """Those of a row in `ids`, [rows, columns] on the CPU, pads left out."""
+        row = ids[index]
         if self.real is not None:
-            shown = self.real[index, : self.columns]
-            later = torch.ones(len(ids) - len(shown), dtype=torch.bool)
-            ids = ids[torch.cat([shown, later]).to(ids.device)]
-        return ids.tolist()
+            shown = self.real[index, : len(row)]
+            row = row[torch.cat([shown, torch.ones(len(row) - len(shown), dtype=torch.bool)])]
+        return row.tolist()
 
     def copy_from(self, other: "KnownTokens") -> None:
-        self.identity = other.identity
+        self.identity, self.salt = other.identity, other.salt
         self.ids, self.columns, self.real, self.torn = other.ids, other.columns, other.real, other.torn
 
 
@@ -90,9 +131,12 @@ class CacheState:
         trusted: the caller only appends real tokens from now on, so masks need no look on the host.
         hides: the mask of the forward written last hid stored tokens.
         appended: the mask of the next forward, if `generate()` has made it by appending ones to one that was seen.
+        hooks: those before the model's forward when the call began, see `generation.soundness.hooks_before`.
         vouched: the next forward comes with that mask.
+        watched: nobody but the library touches masks in this call, so one that was seen need not be read again.
         announced: the mask of a prompt, [batch, columns] bool on the CPU, while its forwards run; None: not known.
         known: the token ids, as far as they are known.
+        follows: what each forward is given is noted there.
         packed: the next forward carries these many tokens of each row, one row behind the other; None: a column each.
     """
 
@@ -103,6 +147,8 @@ class CacheState:
         self.fallbacks: Counter[str] = Counter()
         self.expected_columns: int | None = None
         self.recording = False
+        self.follows = self.watched = False  # set by each call
+        self.hooks: tuple[tuple[int, ...], ...] = ()
         self.known = KnownTokens()
         self._finalizer = weakref.finalize(self, pool.abandon, self.tables, self.known)
         self._finalizer.atexit = False
@@ -402,6 +448,12 @@ class CacheState:
         if self.rows is None:
             return
         keep = max(self.columns - count, 0)
+        if not keep:
+            with self.pool.locked():
+                for tables in self.tables:
+                    tables.release_all()
+                self.pool.forget_trial(self.known)
+            return self._clear()
         for group in self.pool.groups:
             if count and group.window is not None and self.columns >= group.window and not self.recording:
                 raise RuntimeError(
@@ -421,7 +473,7 @@ class CacheState:
                     for index, row in enumerate(tables.rows):
                         tables.drop_before(index, row.length - window + 1)
         self.columns = keep
-        self.known.columns = min(self.known.columns, keep)
+        self.known.crop(keep)
         if self.real is not None:
             self.real = self.real[:, :keep]
             self.lead = [min(lead, keep) for lead in self.lead]
@@ -439,20 +491,16 @@ class CacheState:
         """Give back the blocks of rows that have stopped; they take no more tokens and attend to nothing.
 
         Args:
-            ids: the first known tokens of all rows, [rows, columns] on the CPU, where those known lie on a device.
+            ids: what is known of all rows, [rows, columns] on the CPU; None: nothing is.
         """
-        known = self.known
-        whole = (known.ids, known.columns)
-        if ids is not None:
-            known.ids, known.columns = ids, ids.shape[1]
+        going = [row for row in rows if not self.finished[row]]
         with self.pool.locked():
-            self.remember(row for row in rows if not self.finished[row])
-            known.ids, known.columns = whole
-            for row in rows:
-                if not self.finished[row]:
-                    self.finished[row] = True
-                    for tables in self.tables:
-                        tables.release_row(row)
+            if ids is not None:
+                self.pool.remember_on_trial(self.tables, self.known, going, ids)
+            for row in going:
+                self.finished[row] = True
+                for tables in self.tables:
+                    tables.release_row(row)
 
     def remember(self, rows: Iterable[int] | None = None) -> None:
         """Tell the prefix index what the rows (all of them by default) hold."""
@@ -462,6 +510,7 @@ class CacheState:
         """Give back every block and start anew."""
         with self.pool.locked():
             self.remember()
+            self.pool.forget_trial(self.known)
             for tables in self.tables:
                 tables.release_all()
         self._clear()

@@ -32,6 +32,9 @@ class PagedStats:
             counted for a pool, not for a single cache.
         graph_steps: decode steps that were replayed.
         fallbacks: reason → calls that took a dense path or went without a saving.
+        stepped_aside: code of the reason → calls that went without a shortcut because something that it assumes is not
+            known to hold (`docs/soundness.md`); each is in `fallbacks`, too, in words. Counted for a pool, not for a
+            single cache.
     """
 
     block_size: int
@@ -56,3 +59,4 @@ class PagedStats:
     graph_captures: int = 0
     graph_steps: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
+    stepped_aside: dict[str, int] = field(default_factory=dict)

@@ -19,6 +19,8 @@ import transformers
 from .. import attention, compat
 from ..cache import PagedCache
 from ..cpu_kernels.library import library
+from ..generation.identity import Walk, begin, worth_looking_up, worth_storing
+from ..generation.soundness import Gate
 from .bench_sharing import SHARING_CASES
 from .harness import NEW_TOKENS, RAGGED, Bench, Entry, filled, filled_paged, make_entry, time_generate, time_steps
 from .measure import UsageError, dense_bytes, megabytes, opening, seconds_text, writable, write_results
@@ -284,10 +286,50 @@ def bfloat16(bench: Bench) -> list[Entry]:
     return [entry]
 
 
+def identity(bench: Bench) -> list[Entry]:
+    """what prefixes are found by, gate included, against the computation of the 256 tokens that a hit saves"""
+    model, gate = bench.model, Gate(True, False)
+    ids = bench.prompt(256)["input_ids"]
+
+    def look() -> tuple[Any, float, float]:
+        start = time.perf_counter()
+        walk = Walk(model)
+        verdict = gate.judge(model, walk.modules)
+        judged = time.perf_counter()
+        begun = begin(walk)
+        found = begun.finish()
+        return (found, begun.num_bytes, verdict.barred), judged - start, time.perf_counter() - judged
+
+    before, _, _ = look()
+    theirs, gates, checksums, same = [], [], [], True
+    with torch.no_grad():
+        for _ in range(4 * bench.repeat):
+            start = time.perf_counter()
+            model(ids, logits_to_keep=1, use_cache=False)
+            theirs.append(time.perf_counter() - start)
+            now, gate_seconds, checksum_seconds = look()
+            same = same and now == before and not now[2]
+            gates.append(gate_seconds)
+            checksums.append(checksum_seconds)
+    ours = [a + b for a, b in zip(gates, checksums, strict=True)]
+    num_bytes = before[1]
+    return [
+        make_entry("identity", "256 tokens", theirs, ours, same, None, None)
+        | {
+            "gate_seconds": statistics.median(gates),
+            "checksum_seconds": statistics.median(checksums),
+            "weight_bytes": num_bytes,
+            "modules": len(list(model.modules())),
+            "looked_up_from": worth_looking_up(num_bytes, "cpu"),
+            "stored_from": worth_storing(num_bytes, "cpu"),
+        }
+    ]
+
+
 CASES: dict[str, Callable[[Bench], list[Entry]]] = {
     case.__name__: case
     for case in (
-        beams4, samples8, decode8x4k, greedy100, greedy1500, ragged8, beam_step, overhead, floor, bfloat16,
+        beams4, samples8, decode8x4k, greedy100, greedy1500, ragged8, beam_step, overhead, floor, bfloat16, identity,
         *SHARING_CASES,
     )
 }  # fmt: skip
@@ -307,6 +349,12 @@ def _line(entry: Entry) -> str:
         text += f", {100 * entry['slots_wasted']:.1f} % of slots empty"
     if entry.get("ours_peak_rss"):
         text += f", peak RSS {entry['ours_peak_rss'] / 1e9:.2f} of {entry['baseline_peak_rss'] / 1e9:.2f} GB"
+    if "gate_seconds" in entry:
+        gate, checksum = (seconds_text(entry[f"{name}_seconds"]) for name in ("gate", "checksum"))
+        text += (
+            f" gate {gate}, checksum {checksum} of {megabytes(entry['weight_bytes'])}; looked up from "
+            f"{entry['looked_up_from']} tokens, stored from {entry['stored_from']}"
+        )
     if "distance_ratio" in entry:
         text += f" distance to float32 logits {entry['ours_distance']:.4f} of {entry['baseline_distance']:.4f}"
     return text

@@ -132,6 +132,7 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
 
     import hf_paged
 
+    from ..generation.soundness import Reason
     from . import tiny_models
 
     line = Line(model_type, class_name, task)
@@ -227,7 +228,8 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
     if "exact" not in line.modes.values():
         return done("not built", f"the unpatched model does not generate: {line.modes}")
     stats = patched.paged_stats()
-    dense = {reason: n for reason, n in stats.fallbacks.items() if not reason.startswith(_SAVINGS)}
+    savings = (*_SAVINGS, *(reason.value for reason in Reason))
+    dense = {reason: n for reason, n in stats.fallbacks.items() if not reason.startswith(savings)}
     if dense:
         return done("dense", "; ".join(sorted(dense)))
     if not stats.peak_used_blocks:

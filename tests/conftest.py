@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from hf_paged.backends import torch_strided
+from hf_paged.generation import salts
 from hf_paged.store import LayerStore, Memory
 
 transformers.logging.set_verbosity_error()
@@ -31,6 +32,15 @@ def _unwritten_slots_hold_nan():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerStore, "_memory", poisoned)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_salt_yet():
+    """As in a new process: once a salt is used, calls without one are in no namespace."""
+    used = salts._used.is_set()
+    salts._used.clear()
+    yield
+    salts._used.set() if used else salts._used.clear()
 
 
 @pytest.fixture

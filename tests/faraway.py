@@ -7,11 +7,16 @@ or from it that is not asked for without waiting, a result whose size depends on
 import math
 import sys
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from unittest import mock
 
 import torch
+from models import vouch_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from hf_paged import checksum
+from hf_paged.generation import identity
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -166,6 +171,7 @@ class Event:
 def machine(model):
     """The model's weights on the GPU that is not there. Gives the `Machine`."""
     here = Machine()
+    vouch_for(model, Machine, Machine.tensor, _where)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
         stack.enter_context(mock.patch.object(torch.cuda, "device_of", lambda _: nullcontext()))
@@ -173,6 +179,10 @@ def machine(model):
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda *_: stream))
         stack.enter_context(mock.patch.object(torch, "tensor", here.tensor))
         stack.enter_context(mock.patch.object(torch, "where", _where))
+        stack.enter_context(mock.patch.object(identity, "_PLAIN", (*identity._PLAIN, Faraway)))
+        stack.enter_context(mock.patch.object(identity, "_BOOKKEEPING", identity._BOOKKEEPING | {"inner"}))
+        stack.enter_context(mock.patch.object(checksum, "begin", partial(_begin_checksum, begin=checksum.begin)))
+        stack.enter_context(mock.patch.object(checksum, "num_bytes", lambda tensors: 0))
         stack.enter_context(torch.no_grad())
         stack.enter_context(here)
         for module in model.modules():
@@ -181,6 +191,13 @@ def machine(model):
                     if tensor is not None and not isinstance(tensor, Faraway):
                         held[name] = Faraway.of(tensor.detach())
         yield here
+
+
+def _begin_checksum(tensors, begin):
+    """The checksum of weights, there: its numbers are on the device, and not waited for."""
+    layout, *numbers = begin([tensor.inner if isinstance(tensor, Faraway) else tensor for tensor in tensors]).host
+    there = torch.Tensor([number % 2**20 for number in (*numbers, 0)][:2]).long()
+    return checksum.Pending((layout,), [Faraway.of(there)])
 
 
 def far(inputs):

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria
 import hf_paged
 from hf_paged import compat
 from hf_paged.commands.tiny_models import text_inputs
+from hf_paged.generation.soundness import Gate
 from hf_paged.lazy import LazyKV
 
 VOCAB = 97
@@ -370,17 +371,52 @@ def tokenizer_of_words():
     )
 
 
-class Computed:
-    """Counts the tokens that a model's first layer computes queries for."""
+class _Observer:
+    """A hook that looks and changes nothing."""
 
-    def __init__(self, model):
+    def __init__(self, note):
+        self.note = note
+
+    def after(self, module, args, output):
+        self.note(args, {})
+
+    def before(self, module, args, kwargs):
+        self.note(args, kwargs)
+
+
+def observe(model: Any, module: torch.nn.Module, note: Any, before: bool = False) -> None:
+    """Let `note(args, kwargs)` see what a module of a model is given, and vouch for it: hooks cost all savings.
+
+    Args:
+        model: the model that generates.
+        before: called before the module, with its keywords; else after it, without.
+    """
+    vouch_for(model, _Observer.after, _Observer.before)
+    if before:
+        module.register_forward_pre_hook(_Observer(note).before, with_kwargs=True)
+    else:
+        module.register_forward_hook(_Observer(note).after)
+
+
+def vouch_for(model: Any, *entries: Any) -> None:
+    """What `PagedConfig.vouch` says when the model is patched, for one that is already. Nothing if it is not."""
+    state = compat.generating_model(model).__dict__.get("_hf_paged")
+    if state is not None:
+        state.config.vouch = (*(state.config.vouch or ()), *entries)
+        state.gate = Gate(state.config.shortcuts, state.config.vouch)
+
+
+class Computed:
+    """Counts the tokens that the first layer of a model, or of a part of it, computes queries for."""
+
+    def __init__(self, model, part=None):
         self.tokens = 0
         names = ("q_proj", "q_a_proj", "query_key_value", "Wqkv", "c_attn")
-        module = next(module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in names)
-        module.register_forward_hook(self._count)
+        module = next(module for name, module in (part or model).named_modules() if name.rsplit(".", 1)[-1] in names)
+        observe(model, module, self._count)
 
-    def _count(self, module, inputs, output):
-        self.tokens += inputs[0].shape[:-1].numel()
+    def _count(self, args, kwargs):
+        self.tokens += args[0].shape[:-1].numel()
 
     def since(self):
         tokens, self.tokens = self.tokens, 0
@@ -392,6 +428,7 @@ class Watch(StoppingCriteria):
 
     def __init__(self, model):
         self.model, self.seen = model, []
+        vouch_for(model, Watch)
 
     def __call__(self, input_ids, scores, **kwargs):
         self.seen.append(self.model.paged_stats())

@@ -33,7 +33,7 @@ class Tables(Watch):
 
 def tensor_parallel(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto")
-    hf_paged.patch(model, block_size=4)
+    hf_paged.patch(model, block_size=4, vouch=Tables)
     answers = {}
     for name, options in MODES.items():
         torch.manual_seed(5)
@@ -42,7 +42,7 @@ def tensor_parallel(folder):
         answers[name] = {"ids": ids.tolist(), "tables": tables.seen}
     stats = model.paged_stats()
     answers["heads"] = model.paged_pool.stores[0].memory.kv_heads
-    answers["stats"] = [stats.prefix_hit_tokens, stats.used_blocks, sorted(stats.fallbacks)]
+    answers["stats"] = [stats.prefix_hit_tokens, stats.used_blocks, stats.stepped_aside]
     (folder / f"tensor{dist.get_rank()}.json").write_text(json.dumps(answers))
 
 

@@ -18,6 +18,7 @@ from models import (
     forbid_dense,
     likely_eos,
     make_config,
+    observe,
     pair,
     prompts,
     run,
@@ -576,7 +577,7 @@ def test_a_chat_of_four_turns_runs_only_new_tokens(family, patched):
     model = hf_paged.patch(copy.deepcopy(plain), block_size=4) if patched else build(family, attn="hf_paged")
     cache = PagedCache(model.config, PagedConfig(block_size=4))
     counts = []
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, args, out: counts.append(args[0].shape[1]))
+    observe(model, model.model.layers[0].self_attn.q_proj, lambda args, kwargs: counts.append(args[0].shape[1]))
     history = torch.empty(1, 0, dtype=torch.int64)
     for turn in range(4):
         history = torch.cat([history, prompts(6, seed=turn)["input_ids"]], 1)

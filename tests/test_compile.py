@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import EOS, assert_close, build, likely_eos, pair, prompts, run, with_cache
+from models import EOS, assert_close, build, likely_eos, pair, prompts, run, vouch_for, with_cache
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
@@ -295,11 +295,16 @@ def test_a_graph_that_breaks_elsewhere(where):
     """The model's own code breaks the graph, behind attention and before it: what is half done goes on outside."""
     plain, paged = pair("gemma3", overrides=ONE_OF_EACH, block_size=4)
     broken = getattr(paged.model.layers[1], where, None) or getattr(paged.model.layers[1].self_attn, where)
-    broken.register_forward_hook(lambda module, given, out: torch._dynamo.graph_break())
+    vouch_for(paged, _break_the_graph)
+    broken.register_forward_hook(_break_the_graph)
     compiled(paged, fullgraph=False)
     agree(plain, paged, prompts(3, 9), max_new_tokens=9)
     assert counters["graph_break"]
     assert not paged.paged_stats().fallbacks
+
+
+def _break_the_graph(module, given, out):
+    torch._dynamo.graph_break()
 
 
 def test_layers_that_read_the_keys_of_another():

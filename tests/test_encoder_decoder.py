@@ -16,6 +16,7 @@ from models import (
     assert_equal,
     build,
     cache_of,
+    observe,
     prompts,
     randomise,
     run,
@@ -183,7 +184,7 @@ def test_the_source_is_read_once():
     _, paged = make_pair("bart")
     rows = []
     projection = paged.model.decoder.layers[0].encoder_attn.k_proj
-    projection.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[0]))
+    observe(paged, projection, lambda args, kwargs: rows.append(args[0].shape[0]))
     run(paged, prompts(5, 12, side="right"), num_beams=4, max_new_tokens=4)
     assert rows == [2]
 

@@ -16,6 +16,7 @@ from models import (
     build,
     cache_of,
     likely_eos,
+    observe,
     pair,
     prompts,
     run,
@@ -514,9 +515,8 @@ def test_a_deep_copy_is_patched_for_itself():
 def count_tokens(model):
     """A list that fills with the number of tokens of every forward, rows times columns."""
     counts = []
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(
-        lambda module, args, output: counts.append(args[0].shape[0] * args[0].shape[1])
-    )
+    first = model.model.layers[0].self_attn.q_proj
+    observe(model, first, lambda args, kwargs: counts.append(args[0].shape[0] * args[0].shape[1]))
     return counts
 
 

@@ -17,6 +17,7 @@ from models import (
     pair,
     prompts,
     run,
+    vouch_for,
     with_cache,
 )
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -128,6 +129,7 @@ def test_two_caches_on_one_pool():
 def used_by_step(paged, **options):
     """Used blocks after every step of a call in which row 0 stops at 10 columns and row 1 goes on to 16."""
     watch = Watch(paged)
+    vouch_for(paged, StopAt)
     criteria = StoppingCriteriaList([watch, StopAt(10, 16)])
     output = run(paged, prompts(8, 8), max_new_tokens=20, stopping_criteria=criteria, **options)
     del output

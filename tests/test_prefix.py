@@ -18,6 +18,7 @@ from models import (
     config_of,
     forbid_dense,
     likely_eos,
+    observe,
     pair,
     prompts,
     run,
@@ -97,9 +98,7 @@ def test_a_user_s_chunk_size_bounds_the_pack():
     plain, paged = pair("llama", block_size=4)
     assert_equal(plain, paged, prompts(3, 21, 9), max_new_tokens=4, prefill_chunk_size=4)
     longest = []
-    paged.model.register_forward_pre_hook(
-        lambda module, args, kwargs: longest.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    observe(paged, paged.model, lambda args, kwargs: longest.append(kwargs["input_ids"].shape[1]), before=True)
     run(paged, prompts(4, 22, 7, seed=9), max_new_tokens=1, prefill_chunk_size=4)
     assert max(longest) == 4
 
@@ -192,9 +191,10 @@ def test_a_retry_computes_one_token(family, length):
     """C1, C2: the whole prompt is there; one token is computed, and lengths are those of a cold run."""
     plain, paged = pair(family, block_size=4)
     inputs = ids_of(random_row(length, 1))
+    count = Computed(paged)
     expected = run(plain, inputs, max_new_tokens=5)
     assert torch.equal(expected, run(paged, inputs, max_new_tokens=5))
-    count = Computed(paged)
+    count.since()
     out = run(paged, inputs, max_new_tokens=5, return_dict_in_generate=True)
     assert torch.equal(expected, out.sequences)
     assert count.since() == expected.shape[1] - length  # the last token that is generated is not fed
@@ -283,9 +283,10 @@ def test_assisted_and_chunked_and_streamed_calls_leave_right_prefixes():
 def test_sliding_models_hit_beyond_the_window():
     plain, paged = pair("mistral", block_size=2)
     history = random_row(30, 1)
+    count = Computed(paged)
     expected = run(plain, ids_of(history), max_new_tokens=12)
     assert torch.equal(expected, run(paged, ids_of(history), max_new_tokens=12))
-    count = Computed(paged)
+    count.since()
     turn = ids_of([*expected[0].tolist(), 7, 8])
     assert torch.equal(run(plain, turn, max_new_tokens=3), run(paged, turn, max_new_tokens=3))
     assert count.since() == 3 + 2
@@ -607,9 +608,10 @@ def test_looking_up_survives_a_pool_that_is_too_small():
 def test_a_cache_of_the_user_on_the_model_s_pool_shares_prefixes():
     plain, paged = pair("llama", block_size=4)
     inputs = ids_of(random_row(20, 1))
+    count = Computed(paged)
     run(paged, inputs, max_new_tokens=1)
     cache = PagedCache(paged.config, pool=paged.paged_pool)
-    count = Computed(paged)
+    count.since()
     got = run(paged, inputs, max_new_tokens=5, **with_cache(cache))
     assert torch.equal(run(plain, inputs, max_new_tokens=5), got)
     assert count.since() == 1 + 4
@@ -687,13 +689,14 @@ def test_packing_can_be_switched_off():
 def test_what_was_found_can_be_read_before_anything_is_written():
     """Mllama looks into the cache's layers at the start of every forward."""
     _, paged = pair("llama", block_size=4)
-    run(paged, prompts(13), max_new_tokens=2)
     seen = []
 
-    def look(module, args, kwargs):
+    def look(args, kwargs):
         keys = kwargs[compat.CACHE_ARGUMENT].layers[0].keys
         seen.append(None if keys is None else tuple(keys.shape))
 
-    paged.model.register_forward_pre_hook(look, with_kwargs=True)
+    observe(paged, paged.model, look, before=True)
+    run(paged, prompts(13), max_new_tokens=2)
+    seen.clear()
     run(paged, prompts(13), max_new_tokens=2)
     assert seen == [(1, 2, 12, 16), (1, 2, 13, 16)]

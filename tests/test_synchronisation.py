@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from faraway import far, machine, stand_ins
-from models import build, likely_eos, pair, prompts, run, with_cache
+from models import build, likely_eos, pair, prompts, run, vouch_for, with_cache
 from transformers import StoppingCriteria
 
 import hf_paged
@@ -56,6 +56,7 @@ def waits(plain, paged, inputs, cache=None, **options):
         Waits that this package asked for: of the prefill, those of each decode step, and of the end of the call.
     """
     expected = run(plain, inputs, **options)
+    vouch_for(paged, Steps)
     with machine(paged) as here:
         out = run(paged, far(inputs), **options, **(cache or {}), stopping_criteria=[Steps(here)])
         ids = getattr(out, "sequences", out)

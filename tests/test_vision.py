@@ -145,7 +145,7 @@ def test_a_prompt_with_an_image_is_computed_once(name):
     """For its beams and its samples. The images of a batch are unlike, and each row keeps its own."""
     plain = build(name)
     paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
-    computed = Computed(paged.model.language_model)
+    computed = Computed(paged, paged.model.language_model)
     for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 4}):
         inputs = images(name, 13, 13)
         run(paged, inputs, max_new_tokens=1, **options)
@@ -153,7 +153,7 @@ def test_a_prompt_with_an_image_is_computed_once(name):
         assert_equal(plain, paged, inputs, max_new_tokens=8, **options)
         computed.since()
     off = hf_paged.patch(copy.deepcopy(plain), block_size=4, prompt_once=False)
-    computed = Computed(off.model.language_model)
+    computed = Computed(off, off.model.language_model)
     assert_equal(plain, off, inputs, max_new_tokens=1, num_beams=3)
     assert computed.since() == 2 * 3 * 26
 

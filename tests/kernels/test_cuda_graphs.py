@@ -21,6 +21,7 @@ from models import (
     prompts,
     randomise,
     run,
+    vouch_for,
     with_cache,
 )
 from triton.runtime.interpreter import GridExecutor
@@ -401,7 +402,7 @@ def test_models_that_count_positions_for_themselves():
 def test_hooks():
     plain, paged = pair("llama")
     handle = paged.model.layers[0].register_forward_hook(lambda *given: None)
-    falls_back(plain, paged, "hooks on LlamaDecoderLayer")
+    falls_back(plain, paged, "the model has a hook that hf_paged does not know")
     handle.remove()
     run(paged, prompts(3, 5), max_new_tokens=4)
     assert counts(paged)[1] == 3
@@ -502,6 +503,7 @@ def test_a_model_that_reads_on_the_host(monkeypatch):
         assert kwargs["position_ids"].max().item() >= 0
         return own(self, *args, **kwargs)
 
+    vouch_for(paged, reads)
     monkeypatch.setattr(type(paged.model), "forward", reads)
     falls_back(plain, paged, "NotAllowedWhileCapturing: _local_scalar_dense")
 

@@ -213,7 +213,8 @@ class Gate:
                 for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
                     if why := self._why_not_hook(hook):
                         return verdict.bar(ALL, Reason.UNKNOWN_HOOK, f"on {name or 'the model'}: {why}")
-            for attribute, entry in own.items():
+            for attribute in own.keys() - _TORCH:
+                entry = own[attribute]
                 if type(entry) in _DATA:
                     continue
                 why = None
@@ -295,6 +296,8 @@ class Gate:
         return None
 
 
+# What PyTorch keeps in every module.
+_TORCH = frozenset(torch.nn.Module().__dict__)
 _DROPOUT = torch.nn.modules.dropout._DropoutNd
 # Kinds of attributes that are never called.
 _DATA = frozenset(

@@ -79,7 +79,7 @@ class Call:
             self.verdict = self.gate.judge(model, self._walk.modules)
             if self.loop is not None and not self.gate.vouch.everything and not self.gate.vouch(self.loop):
                 self.verdict.bar(ALL, Reason.UNKNOWN_LOOP, repr(self.loop))
-            for reason, detail in self.verdict.reasons.items():
+            for reason, detail in self.verdict.detail.items():
                 self.step_aside(reason, detail)
             if self.session is not None and not self.allows(Shortcut.GRAPHS):
                 self.session.refuse(self.verdict.barred[Shortcut.GRAPHS].value)
@@ -109,8 +109,7 @@ class Call:
         verdict = self.look(model)
         if pool.index is None or not verdict.allows(Shortcut.PREFIXES):
             return None
-        salt = salts.in_force(self.salt, self.cache.prefix_salt)
-        if salt is None:
+        if self.namespace is None:
             self.step_aside(Reason.NO_SALT)
             if not self.cache.reset_if_stale:
                 return None

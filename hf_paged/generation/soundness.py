@@ -78,7 +78,7 @@ class Verdict:
 
     Attributes:
         barred: those that it may not, and why.
-        detail: what was found, where there is something to name.
+        detail: each reason once, and what was found, where there is something to name.
     """
 
     def __init__(self) -> None:
@@ -94,11 +94,6 @@ class Verdict:
 
     def allows(self, shortcut: Shortcut) -> bool:
         return shortcut not in self.barred
-
-    @property
-    def reasons(self) -> dict[Reason, str]:
-        """Each reason once, with its detail."""
-        return self.detail
 
 
 class Vouch:

@@ -183,7 +183,7 @@ def barred(model):
     """What the gate says of a patched model outside of a call."""
     model = compat.generating_model(model)
     verdict = model.__dict__["_hf_paged"].gate.judge(model, Walk(model).modules)
-    return {reason.code: detail for reason, detail in verdict.reasons.items()}
+    return {reason.code: detail for reason, detail in verdict.detail.items()}
 
 
 # -- Transformers and PyTorch ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from . import attention, compat, traced
+from . import attention, compat, implementations, traced
 from .cache import PagedCache
 from .latent import LatentHeads
 from .lazy import LazyKV
@@ -28,6 +28,7 @@ from .traced import TracedKV
 
 _MARK = "_hf_paged_adapted"
 _ALIBI = "_hf_paged_slopes"
+_WEIGHTS = "_hf_paged_weights"  # on an attention module, while it is asked for its weights
 
 
 def install(model: PreTrainedModel) -> None:
@@ -37,14 +38,14 @@ def install(model: PreTrainedModel) -> None:
             traced.name(module)
         name, function = _adapter_of(module)
         if function is not None:
-            module.__dict__[name] = MethodType(function, module)
+            module.__dict__[name] = MethodType(function, module)  # the compiler traces no other kind
             if function in _SLOPES:
                 _slopes_on(module, _SLOPES[function], next(module.parameters()).device)
             module.__dict__[_MARK] = name
-            if name == "forward":
+            if name == "forward" and function is not _mpt_block_forward:
                 # Their classes do not let it be set, and the masks of this implementation are the ones to have.
                 config = getattr(module, "config", None) or model.config.get_text_config(decoder=True)
-                config._attn_implementation_internal = attention.NAME
+                config._attn_implementation_internal = implementations.NAME
 
 
 def remove(model: PreTrainedModel) -> None:
@@ -71,6 +72,8 @@ def _adapter_of(module: Any) -> tuple[str, Any]:
         return "forward", _bloom_forward
     if type(module).__name__ == "MptAttention":
         return "forward", _mpt_forward
+    if type(module).__name__ == "MptBlock":
+        return "forward", _mpt_block_forward
     return "", None
 
 
@@ -105,7 +108,13 @@ def _falcon_forward(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] = (),  # type: ignore[assignment]
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`FalconAttention.forward` with rotary embeddings. Gives no attention weights."""
+    """`FalconAttention.forward` with rotary embeddings. The class's own gives attention weights."""
+    if output_attentions or self.config._attn_implementation != implementations.NAME:
+        kwargs |= {"position_embeddings": position_embeddings}
+        own = type(self).forward
+        return own(
+            self, hidden_states, alibi, attention_mask, position_ids, layer_past, use_cache, output_attentions, **kwargs
+        )
     # [batch, q_len, heads, head_dim] each
     query, key, value = self._split_heads(self.query_key_value(hidden_states))
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -211,7 +220,8 @@ def _mpt_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`MptAttention.forward`. Gives no attention weights where it attends over blocks."""
     cache = kwargs.get(compat.CACHE_ARGUMENT)
-    if isinstance(cache, PagedCache) and position_bias is not None and not self.training:
+    asked = self.__dict__.get(_WEIGHTS, False)
+    if isinstance(cache, PagedCache) and position_bias is not None and not self.training and not asked:
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -223,6 +233,17 @@ def _mpt_forward(
             return self.out_proj(out), None
         kwargs[compat.CACHE_ARGUMENT] = out
     return type(self).forward(self, hidden_states, position_bias, **kwargs)
+
+
+def _mpt_block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`MptBlock.forward`: alone it is told whether attention weights are asked for."""
+    if not kwargs.get("output_attentions"):
+        return type(self).forward(self, *args, **kwargs)
+    self.attn.__dict__[_WEIGHTS] = True
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        self.attn.__dict__.pop(_WEIGHTS, None)
 
 
 # Which of the functions above adds slopes, and what makes them.

@@ -4,20 +4,18 @@ With keys and values of a `PagedCache` the function attends over blocks. Every o
 encoders, an assistant with a cache of its own) takes a dense path that is right for any mask.
 """
 
-import weakref
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import compat, traced
+from . import compat, implementations, traced
 from .backends import AttentionCall
 from .cross import LazyCross, pack_rows, unpack_rows
+from .implementations import NAME
 from .latent import LatentHeads
 from .lazy import LazyKV, LazyMask
 from .traced import TracedCross, TracedKV, TracedMask
-
-NAME = "hf_paged"
 
 # Keywords that change the result and that the paged path does not know: such a call is computed densely.
 _DENSE_KEYWORDS = frozenset(
@@ -48,7 +46,8 @@ def paged_attention_forward(
         kwargs: `softcap`, `s_aux`/`sinks`, `position_bias`, `is_causal`, … as the model hands them over.
 
     Returns:
-        [batch, q_len, num_heads, value_dim] and None: weights are not kept.
+        [batch, q_len, num_heads, value_dim], and None, or the weights [batch, num_heads, q_len, kv_len] where they are
+        asked for and the attention from before `patch` gives them.
     """
     if type(key) is LazyKV and type(value) is LazyKV and key.layer is value.layer:
         if key.layer.captured:
@@ -68,6 +67,8 @@ def paged_attention_forward(
         out = _attend_to_sources(module, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:
             return out, None
+    elif gives_weights(module, kwargs):
+        pass
     elif isinstance(key, TracedKV) and isinstance(value, TracedKV) and key.update is value.update:
         return traced.attend(module, query, key, attention_mask, dropout, scaling, kwargs), None
     elif isinstance(key, TracedCross) and isinstance(value, TracedCross) and key.layer is value.layer:
@@ -125,7 +126,7 @@ def _over_blocks(
     of ours."""
     if heads is None or query.shape[2] == 1:
         asked = query if heads is None else heads.bring(query)
-        out = _repeat(asked, key, mask, dropout, scaling, kwargs)
+        out = _repeat(module, asked, key, mask, dropout, scaling, kwargs)
         if out is not None:
             return out if heads is None else heads.values(out)
     reason = _why_dense(module, query, key, mask, dropout, kwargs)
@@ -143,6 +144,7 @@ def _over_blocks(
 
 
 def _repeat(
+    module: torch.nn.Module,
     query: torch.Tensor,
     key: LazyKV,
     mask: torch.Tensor | None,
@@ -158,6 +160,8 @@ def _repeat(
         return None
     replay = step.groups[layer.group].replay
     if replay is None or replay.mask is not mask or replay.scale != scaling or dropout:
+        return None
+    if gives_weights(module, kwargs):
         return None
     if replay.slopes is not _slopes_of(kwargs):
         return None
@@ -193,6 +197,8 @@ def _why_dense(
         return "a mask of other chunks than the layer's"
     if dropout and module.training:
         return "dropout"
+    if gives_weights(module, kwargs):
+        return "attention weights are asked for"
     if not _DENSE_KEYWORDS.isdisjoint(kwargs):
         for name in sorted(_DENSE_KEYWORDS.intersection(kwargs)):
             if kwargs[name] is None:
@@ -367,7 +373,7 @@ def _attend_to_sources(
         or query.shape[0] != len(key.source_of)
         or (causal and query.shape[2] > 1)
         or (dropout and module.training)
-        or kwargs.get("output_attentions")
+        or gives_weights(module, kwargs)
         or any(kwargs.get(name) is not None for name in _DENSE_KEYWORDS - {"position_bias"})
     ):
         return None
@@ -433,7 +439,7 @@ def dense_attention(
     before = implementation_before(module)
     unusual = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
     eager = None
-    if before == "eager" or kwargs.get("output_attentions") or (unusual and before != "sdpa"):
+    if before == "eager" or (unusual and before != "sdpa") or gives_weights(module, kwargs):
         eager = compat.eager_attention_of(module)
         if eager is None and unusual:
             raise NotImplementedError(
@@ -486,29 +492,17 @@ def _alibi_mask(
     return torch.where(mask, bias, torch.finfo(query.dtype).min).to(query.dtype)
 
 
-# What each patched model's attention implementation was before, by the identity of its config (configs are not
-# hashable).
-_before: dict[int, tuple[weakref.ref, str | None]] = {}
-
-
-def remember_implementation(config: Any, name: str | None) -> None:
-    """Note what a config's attention implementation was before it became `hf_paged`."""
-    identity = id(config)
-    _before[identity] = (weakref.ref(config, lambda _: _before.pop(identity, None)), name)
-
-
-def forget_implementation(config: Any) -> None:
-    _before.pop(id(config), None)
-
-
 def implementation_before(module: torch.nn.Module) -> str | None:
     """The attention implementation a module had before `patch`; None: none, or not known."""
-    return _before_of(getattr(module, "config", None))
+    return implementations.before(getattr(module, "config", None))
 
 
-def _before_of(config: Any) -> str | None:
-    known = _before.get(id(config))
-    return known[1] if known is not None and known[0]() is config else None
+def gives_weights(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether attention weights are asked for, of a module whose own attention gives them: eager attention does, SDPA
+    gives None."""
+    if not (compat.records_attention() or kwargs.get("output_attentions")):
+        return False
+    return implementation_before(module) in (None, "eager", NAME)
 
 
 def paged_mask(
@@ -552,7 +546,7 @@ def paged_mask(
         **kwargs,
     )
     # A model that was eager may do some of its attention by itself, with masks to be added.
-    eager = _before_of(kwargs.get("config")) == "eager"
+    eager = implementations.before(kwargs.get("config")) == "eager"
     library = compat.eager_mask if eager else compat.sdpa_mask
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -576,7 +570,7 @@ def paged_mask(
     if (
         not compiling
         and attention_mask is None
-        and getattr(config, "model_type", None) not in compat.ADDS_TO_MASKS
+        and not compat.adds_to_masks(config, eager)
         and allow_is_causal_skip
         and dynamic
         and window is None

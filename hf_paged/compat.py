@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
@@ -36,6 +37,7 @@ __all__ = [
     "library_layer",
     "mask_pattern",
     "reads_layer_types",
+    "records_attention",
     "rope_limit",
     "sdpa_attention_forward",
     "sdpa_mask",
@@ -52,8 +54,18 @@ CACHE_ARGUMENT: str = (
 SDPA_IGNORES_SOFTCAP: bool = "softcap" not in inspect.getsource(sdpa_attention_forward)
 """Up to 5.23 the library's SDPA function drops a model's softcap without a word; later versions raise."""
 
-ADDS_TO_MASKS = frozenset(("bloom", "mpt"))
-"""Model types that expect a mask in every forward: one of None hides nothing from them, or makes them fail."""
+_ADDS_TO_MASKS = frozenset(("bloom", "mpt"))
+
+
+def adds_to_masks(config: Any, eager: bool) -> bool:
+    """Whether a model type expects a mask in every forward: one of None hides nothing from it, or makes it fail.
+
+    Args:
+        eager: it was eager before `patch`.
+    """
+    kind = getattr(config, "model_type", None)
+    return kind in _ADDS_TO_MASKS or (eager and kind == "falcon")
+
 
 # Layer type -> whether it has a window. Hybrid layers have a recurrent state beside their keys and values.
 _PAGED_TYPES = {
@@ -116,11 +128,12 @@ def states_of(layer_type: str, arguments: dict[str, Any]) -> int:
 
 
 def generating_model(model: Any) -> PreTrainedModel:
-    """The Transformers model inside: `model` itself, or what a PEFT model wraps.
+    """The Transformers model inside: `model` itself, or what a PEFT model or `torch.compile(model)` wraps.
 
     Raises:
         TypeError: if `model` is neither, or cannot generate.
     """
+    model = getattr(model, "_modules", {}).get("_orig_mod", model)  # of torch.compile(model)
     if not isinstance(model, PreTrainedModel) and callable(getattr(model, "get_base_model", None)):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate"):
@@ -204,6 +217,15 @@ def mask_function_of(window: int | None) -> Callable:
     if window is None:
         return _masking_utils.causal_mask_function
     return _masking_utils.sliding_window_causal_mask_function(window)
+
+
+def records_attention() -> bool:
+    """Whether the forward that runs now was asked for attention weights (`output_attentions=True`).
+
+    The library's hooks pick them out of what attention modules return; most modules are not told.
+    """
+    collected = _active_collector.get()
+    return collected is not None and any("attention" in key or "attn" in key for key in collected)
 
 
 def eager_attention_of(module: torch.nn.Module) -> Callable | None:

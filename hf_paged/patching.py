@@ -20,20 +20,19 @@ calls through `self`, so that a deep-copied model is patched for itself:
 import contextvars
 import copy
 import dataclasses
-import functools
 import inspect
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
 
-from . import adapters, attention, compat, prefill
+from . import adapters, compat, implementations, prefill
+from .binding import Bound, bind
 from .cache import PagedCache
 from .config import PagedConfig
 from .cross import CrossCache
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 ModelT = TypeVar("ModelT")
 
 _STATE = "_hf_paged"
+_INPUTS = "prepare_inputs_for_generation"  # left alone where somebody else has bound one
 # Model types whose attention reads only part of the cache by index, or that keep the cache in a way of their own.
 _REFUSED_TYPES = {
     "blt": "it adds a second cache to the one it is given, for its decoder",
@@ -71,26 +71,70 @@ _REFUSED_LAYERS = (
 
 
 class PatchState:
-    """What `patch` changed on a model, to be put back by `unpatch`."""
+    """What `patch` changed on a model, to be put back by `unpatch`.
+
+    Attributes:
+        configs: those that name `hf_paged` now.
+        methods: names of what is bound to the model.
+        graphs: its CUDA graphs; None: none are replayed.
+        let_go: lets `configs` name again what they named before. Runs once, at the latest when the model is gone.
+    """
 
     def __init__(self, config: PagedConfig, pool: KVPool):
         self.config = config
         self.pool = pool
         self.gate = Gate(config.shortcuts, config.vouch)
-        self.implementations: list[tuple[Any, Any]] = []  # (config object, attention implementation before)
+        self.configs: list[Any] = []
         self.methods: list[str] = []
         self.graphs: Graphs | None = None
-        self.forward: Callable[..., Any] | None = None  # the function bound over the model's forward, to replay graphs
+        self.let_go: Any = None
+
+    def hold(self, configs: list[tuple[Any, str | None]]) -> None:
+        """Let configs name `hf_paged`, each with what it named before."""
+        for config, before in configs:
+            implementations.take(config, before)
+            self.configs.append(config)
+        self.let_go = weakref.finalize(self, implementations.give_back, self.configs)
+        self.let_go.atexit = False
+
+    def _copied(self, pool: KVPool, configs: list[tuple[Any, str | None]]) -> "PatchState":
+        other = PatchState(self.config, pool)
+        other.methods = list(self.methods)
+        other.hold(configs)
+        if self.graphs is not None:
+            other.graphs = type(self.graphs)(pool)
+        return other
 
     def __deepcopy__(self, memo: dict) -> "PatchState":
-        other = PatchState(copy.deepcopy(self.config, memo), copy.deepcopy(self.pool, memo))
-        other.implementations = [(copy.deepcopy(config, memo), name) for config, name in self.implementations]
-        other.methods = list(self.methods)
-        other.graphs = None if self.graphs is None else type(self.graphs)(other.pool)
-        other.forward = self.forward
-        for config, name in other.implementations:
-            attention.remember_implementation(config, name)
-        return other
+        configs = [(copy.deepcopy(config, memo), implementations.before(config)) for config in self.configs]
+        return self._copied(copy.deepcopy(self.pool, memo), configs)
+
+    def __reduce__(self) -> tuple:
+        # With the model, whose new one gets an empty pool.
+        configs = [(config, implementations.before(config)) for config in self.configs]
+        owner = self.pool.owner() if self.pool.owner is not None else None
+        return _restored, (self.config, self.pool, owner, configs, self.methods, self.graphs is not None)
+
+
+def _restored(
+    config: PagedConfig,
+    pool: KVPool,
+    model: Any,
+    configs: list[tuple[Any, str | None]],
+    methods: list[str],
+    graphs: bool,
+) -> PatchState:
+    """What was pickled with a model, for the new one, which is not filled yet."""
+    state = PatchState(config, pool)
+    state.methods = methods
+    state.hold(configs)
+    if model is not None:
+        pool.owner = weakref.ref(model)
+    if graphs:
+        from .cuda_graphs import Graphs
+
+        state.graphs = Graphs(pool)
+    return state
 
 
 def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> ModelT:
@@ -126,23 +170,23 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
     pool = KVPool(target.config, wanted)
     pool.owner = weakref.ref(target)
     state = PatchState(wanted, pool)
-    state.implementations = [(entry, entry._attn_implementation_internal) for entry in _configs(target)]
-    for entry, before in state.implementations:
-        attention.remember_implementation(entry, before)
+    before = [(entry, entry._attn_implementation_internal) for entry in _configs(target)]
     try:
         target.set_attn_implementation(_implementation(target))
         adapters.install(target)
+        taken = implementations.NAME
+        state.hold([(entry, name) for entry, name in before if entry._attn_implementation_internal == taken])
         for name, function in _METHODS.items():
-            target.__dict__[name] = MethodType(function, target)
-            state.methods.append(name)
-        if "prepare_inputs_for_generation" not in target.__dict__:
-            _vouch_for_inputs(target)
-            state.methods.append("prepare_inputs_for_generation")
+            if name != _INPUTS or name not in target.__dict__:
+                bind(target, name, function)
+                state.methods.append(name)
         target.__dict__["paged_pool"] = pool
         target.__dict__[_STATE] = state
         if wanted.cuda_graphs:
             _replay_steps(target, state)
     except BaseException:
+        for entry, name in before if state.let_go is None else ():
+            entry._attn_implementation_internal = name
         target.__dict__[_STATE] = state
         unpatch(target)
         raise
@@ -155,13 +199,13 @@ def unpatch(model: ModelT) -> ModelT:
     state: PatchState | None = target.__dict__.pop(_STATE, None)
     if state is not None:
         adapters.remove(target)
-        for name in [*state.methods, "paged_pool"]:
+        for name in state.methods:
+            if name == "forward" and not isinstance(target.__dict__.get(name), Bound):
+                continue  # wrapped by somebody since
             target.__dict__.pop(name, None)
-        if state.forward is not None and getattr(target.__dict__.get("forward"), "__func__", None) is state.forward:
-            del target.__dict__["forward"]
-        for config, implementation in state.implementations:
-            config._attn_implementation_internal = implementation
-            attention.forget_implementation(config)
+        target.__dict__.pop("paged_pool", None)
+        if state.let_go is not None:
+            state.let_go()
     return model
 
 
@@ -200,19 +244,19 @@ def _replay_steps(model: PreTrainedModel, state: PatchState) -> None:
         return
     from .cuda_graphs import Graphs
 
-    own = type(model).forward
+    state.graphs = Graphs(state.pool)
+    bind(model, "forward", _forward)
+    state.methods.append("forward")
 
-    @functools.wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        now: PatchState | None = self.__dict__.get(_STATE)
-        if now is not None and now.graphs is not None and not args:
-            output = now.graphs.step(self, own, kwargs)
-            if output is not None:
-                return output
-        return own(self, *args, **kwargs)
 
-    state.graphs, state.forward = Graphs(state.pool), forward
-    model.__dict__["forward"] = MethodType(forward, model)
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    own = type(self).forward
+    state: PatchState | None = self.__dict__.get(_STATE)
+    if state is not None and state.graphs is not None and not args:
+        output = state.graphs.step(self, own, kwargs)
+        if output is not None:
+            return output
+    return own(self, *args, **kwargs)
 
 
 def _refuse(model: PreTrainedModel) -> None:
@@ -253,16 +297,17 @@ def _refuse(model: PreTrainedModel) -> None:
 
 def _why_not_attention(model: PreTrainedModel) -> str | None:
     """Why the model's attention is not what hf_paged computes; None: it is."""
-    for config in _configs(model):
-        for function in attention_of(config):
-            if package_of_function(function) not in ("", "python"):
-                continue
-            name = config._attn_implementation_internal
-            return (
-                f"its attention implementation {name!r} is a function that hf_paged does not know and would replace. "
-                'If another computes the same, call model.set_attn_implementation("sdpa") first.'
-            )
-    return None
+    return next(filter(None, map(_why_not_functions, _configs(model))), None)
+
+
+def _why_not_functions(config: Any) -> str | None:
+    """Why the attention that a config names is not what hf_paged computes; None: it is."""
+    if all(package_of_function(function) not in ("", "python") for function in attention_of(config)):
+        return None
+    return (
+        f"its attention implementation {config._attn_implementation_internal!r} is a function that hf_paged does not "
+        'know and would replace. If another computes the same, call model.set_attn_implementation("sdpa") first.'
+    )
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -282,9 +327,9 @@ def _implementation(model: PreTrainedModel) -> str | dict[str, str]:
     """What to hand to `set_attn_implementation`: the decoder's text part alone in composite models."""
     text = model.config.get_text_config(decoder=True)
     if text is model.config:
-        return attention.NAME
+        return implementations.NAME
     names = [name for name in model.config.sub_configs if getattr(model.config, name, None) is text]
-    return {name: attention.NAME for name in names} or attention.NAME
+    return {name: implementations.NAME for name in names} or implementations.NAME
 
 
 # -- what generate() calls --------------------------------------------------------------------------------------------
@@ -323,6 +368,9 @@ def _prepare_generation_config(self: Any, generation_config: Any, *args: Any, **
         setattr(own, _STREAMER, streamer)
     if own.cache_implementation == "paged":
         _refuse_salt(getattr(own, _SALT, None))
+    state = self.__dict__.get(_STATE)
+    if state is not None:
+        _retake(state)
     return own, model_kwargs
 
 
@@ -334,18 +382,53 @@ def _refuse_salt(given: str | None) -> None:
         )
 
 
+def _retake(state: PatchState) -> None:
+    """The model's attention is ours again, whatever it was set to since (Whisper sets "eager" for word timestamps)."""
+    others = [config for config in state.configs if config._attn_implementation_internal != implementations.NAME]
+    for config in others:
+        if (why := _why_not_functions(config)) is None and not implementations.retake(config):
+            why = "continuous batching has the model's attention until it stops"
+        if why is not None:
+            state.pool.count_fallback(f"dense attention: {why}")
+
+
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The library's, which knows no prefix salts.
+    """The library's continuous batching, by the attention from before `patch`. It knows no prefix salts.
+
+    Until the manager is stopped, or gone, `generate()` of this model attends densely over its blocks.
 
     Raises:
-        ValueError: within `prefix_salt(...)`.
+        ValueError: with a salt, and within `prefix_salt(...)`.
     """
     _refuse_salt(salts.checked(kwargs.pop("prefix_salt", None)))
-    return type(self).init_continuous_batching(self, *args, **kwargs)
+    state = _state_of(self)
+    for config in state.configs:
+        implementations.lend(config)
+    try:
+        manager = type(self).init_continuous_batching(self, *args, **kwargs)
+        bind(manager, "stop", _stop)
+        for config in state.configs:
+            implementations.lend(config, manager)
+    except BaseException:
+        _retake(state)
+        raise
+    return manager
+
+
+def _stop(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`stop()` of a manager of continuous batching: the attention is ours again."""
+    try:
+        return type(self).stop(self, *args, **kwargs)
+    finally:
+        state = self.model.__dict__.get(_STATE)
+        if state is not None and not self.is_running():
+            for config in state.configs:
+                implementations.take_from(config, self)
+            _retake(state)
 
 
 def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The library's, which knows no prefix salts.
+    """The library's, by the attention from before `patch`. It knows no prefix salts.
 
     Raises:
         ValueError: with a salt.
@@ -395,11 +478,7 @@ def _prepare_cache_for_generation(
     state = _state_of(self)
     before = _unrepeated.get()
     _unrepeated.set(None)
-    if generation_config.output_attentions:
-        raise ValueError(
-            "output_attentions=True needs the eager attention implementation, which hf_paged replaces. Call "
-            'hf_paged.unpatch(model) and model.set_attn_implementation("eager") for that.'
-        )
+    _retake(state)
     name = compat.CACHE_ARGUMENT
     given = model_kwargs.get(name)
     result = type(self)._prepare_cache_for_generation(
@@ -448,10 +527,10 @@ def _prepare_cache_for_generation(
     return result
 
 
-def _asked(generation_config: Any) -> tuple[str | None, Any, bool]:
-    """The salt, the loop, and whether there is a streamer of the user's, of a call."""
+def _asked(generation_config: Any) -> tuple[str | None, Any, bool, bool]:
+    """The salt, the loop, whether there is a streamer of the user's, and whether attention weights are asked for."""
     salt, loop, streamer = (getattr(generation_config, name, None) for name in (_SALT, _LOOP, _STREAMER))
-    return salt, loop, streamer is not None
+    return salt, loop, streamer is not None, bool(generation_config.output_attentions)
 
 
 def _paged_part(cache: Any) -> PagedCache | None:
@@ -611,19 +690,14 @@ def _update_model_kwargs_for_generation(
     return model_kwargs
 
 
-def _vouch_for_inputs(model: Any) -> None:
-    """Let the model's `prepare_inputs_for_generation`, which comes right before a forward, say whose mask it got."""
-
-    @functools.wraps(type(model).prepare_inputs_for_generation)  # generate() reads its signature
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
-        cache = kwargs.get(compat.CACHE_ARGUMENT)
-        paged = _paged_part(cache)
-        if paged is not None:
-            _before_forward(self, paged, inputs, kwargs.get("attention_mask") if paged is cache else None)
-        return inputs
-
-    model.__dict__["prepare_inputs_for_generation"] = MethodType(prepare_inputs_for_generation, model)
+def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own, which comes right before a forward, so it can say whose mask that gets."""
+    inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
+    cache = kwargs.get(compat.CACHE_ARGUMENT)
+    paged = _paged_part(cache)
+    if paged is not None:
+        _before_forward(self, paged, inputs, kwargs.get("attention_mask") if paged is cache else None)
+    return inputs
 
 
 def _before_forward(model: Any, cache: PagedCache, inputs: dict[str, Any], mask: torch.Tensor | None) -> None:
@@ -782,5 +856,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "_prefill": _prefill,
     "_get_stopping_criteria": _get_stopping_criteria,
     "_update_model_kwargs_for_generation": _update_model_kwargs_for_generation,
+    _INPUTS: prepare_inputs_for_generation,
     "paged_stats": _paged_stats,
 }

@@ -401,8 +401,8 @@ class KVPool:
             other.owner = weakref.ref(memo[id(owner)])
         return other
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a KVPool cannot be pickled: save the model without it (hf_paged.unpatch) and patch it again")
+    def __reduce__(self) -> tuple:
+        return KVPool, (self.model_config, self.config)  # an empty one, likewise
 
 
 def _free_memory(device: torch.device) -> int:

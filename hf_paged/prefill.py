@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import attention, compat, latent
+from . import compat, implementations, latent
 from .blocks import common_prefix
 from .cache import PagedCache
 from .generation.call import Call
@@ -137,7 +137,7 @@ def packs(model: Any) -> bool:
     text = model.config.get_text_config(decoder=True)
     if text is not model.config and model.config.model_type not in PACKED_COMPOSITES:
         return False
-    if text.model_type not in PACKED_TYPES or text._attn_implementation != attention.NAME:
+    if text.model_type not in PACKED_TYPES or text._attn_implementation != implementations.NAME:
         return False
     return compat.latent_dims(text) is None or latent.all_fit(model)
 

@@ -57,6 +57,9 @@ class Handle:
         target = self.target(self.number)
         return Handle(memo.get(id(target), target))
 
+    def __reduce__(self) -> tuple:
+        return Handle, (self.target(self.number),)  # of an object that is pickled with it
+
 
 class Traced:
     """Base: stands for a tensor that `materialize()` computes."""

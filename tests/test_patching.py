@@ -283,12 +283,6 @@ def test_other_objects_are_refused(make):
         hf_paged.patch(make())
 
 
-def test_output_attentions_is_refused_with_a_hint():
-    _, paged = pair("llama")
-    with pytest.raises(ValueError, match=r"output_attentions.*unpatch\(model\).*eager"):
-        run(paged, prompts(5), max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
-
-
 # -- beside other things -----------------------------------------------------------------------------------------------
 
 
@@ -313,19 +307,6 @@ def test_a_cache_of_the_user_stays_what_it_is():
     got = run(paged, {**prompts(5, 12), compat.CACHE_ARGUMENT: cache}, max_new_tokens=4, return_dict_in_generate=True)
     assert cache_of(got) is cache and cache.get_seq_length() > 12
     assert torch.equal(run(plain, prompts(5, 12), max_new_tokens=4), got.sequences)
-
-
-def test_two_models_that_share_a_config():
-    """The library keeps the implementation in the config, so the other model's attention is ours as well: and right."""
-    plain, paged = build("llama"), build("llama")
-    neighbour = type(paged)(paged.config).eval()
-    neighbour.load_state_dict(plain.state_dict())
-    hf_paged.patch(paged, block_size=4)
-    for options in ({}, {"num_beams": 2}, {"prefill_chunk_size": 3}):
-        expected = run(plain, prompts(5, 12), max_new_tokens=5, **options)
-        assert torch.equal(expected, run(neighbour, prompts(5, 12), max_new_tokens=5, **options))
-    hf_paged.unpatch(paged)
-    assert neighbour.config._attn_implementation == "sdpa"
 
 
 def test_a_patched_model_can_be_saved(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from .. import attention, compat
+from .. import attention, compat, implementations
 from ..cache import PagedCache
 from ..cpu_kernels.library import library
 from ..generation.identity import Walk, begin, worth_looking_up, worth_storing
@@ -261,7 +261,7 @@ def bfloat16(bench: Bench) -> list[Entry]:
             for kind in distances:
                 paged = kind == "hf_paged"
                 cache = PagedCache(text) if paged else transformers.DynamicCache(config=text)
-                half.config._attn_implementation_internal = attention.NAME if paged else before
+                half.config._attn_implementation_internal = implementations.NAME if paged else before
                 start = time.perf_counter()
                 first = half(prompt, use_cache=True, **{compat.CACHE_ARGUMENT: cache}).logits[:, -1:]
                 cache.batch_repeat_interleave(len(ids))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import attention, compat
+from .. import compat, implementations
 from ..cache import PagedCache
 from ..config import PagedConfig
 from .measure import TimedRun, rotated, same_ids, say, spread, timed_generate
@@ -160,7 +160,7 @@ def time_steps(
                 cache = caches[kind]
                 before(kind)
                 paged = isinstance(cache, PagedCache)
-                model.config._attn_implementation_internal = attention.NAME if paged else usual
+                model.config._attn_implementation_internal = implementations.NAME if paged else usual
                 try:
                     start = time.perf_counter()
                     out = model(ids, position_ids=positions, use_cache=True, **{compat.CACHE_ARGUMENT: cache})

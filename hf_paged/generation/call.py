@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
+from .. import implementations
 from ..cache import PagedCache
 from . import identity, salts
 from .soundness import ALL, Gate, Reason, Shortcut, Verdict, hooks_before
@@ -27,6 +28,7 @@ class Call:
         salt: `generate(prefix_salt=...)`.
         loop: the decoding loop, if it is not the library's.
         runs_users_code: a processor, criterion or streamer that is not the library's runs between two forwards.
+        weights: attention weights are asked for.
 
     Attributes:
         follows: what each forward is given is noted, to be found again.
@@ -47,6 +49,7 @@ class Call:
         salt: str | None = None,
         loop: Any = None,
         runs_users_code: bool = False,
+        weights: bool = False,
     ):
         self.gate = gate
         self.cache = cache
@@ -59,6 +62,7 @@ class Call:
         self.salt = salt
         self.loop = loop
         self.runs_users_code = runs_users_code
+        self.weights = weights
         self.before: Unrepeated | None = None
         self.processors: str | None = None
         self.verdict: Verdict | None = None
@@ -79,6 +83,8 @@ class Call:
             self.verdict = self.gate.judge(model, self._walk.modules)
             if self.loop is not None and not self.gate.vouch.everything and not self.gate.vouch(self.loop):
                 self.verdict.bar(ALL, Reason.UNKNOWN_LOOP, repr(self.loop))
+            if self.weights:
+                self.verdict.bar(ALL - {Shortcut.MASK_ONCE}, Reason.WEIGHTS, _why_no_weights(model))
             for reason, detail in self.verdict.detail.items():
                 self.step_aside(reason, detail)
             if self.session is not None and not self.allows(Shortcut.GRAPHS):
@@ -162,3 +168,11 @@ class Call:
         known.note(ids, known.real)
         pool.settle_trial(known)
         state.remember()
+
+
+def _why_no_weights(model: Any) -> str:
+    """Why none will come, where the unpatched model gives none either; "": they will."""
+    before = implementations.before(model.config.get_text_config(decoder=True)) or implementations.before(model.config)
+    if before in (None, implementations.NAME, "eager"):
+        return ""
+    return f'{before} attention gives none; model.set_attn_implementation("eager") does'

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import checksum, compat
+from .. import checksum, compat, implementations
 from . import soundness
-from .provenance import Provenance
+from .provenance import METHODS, Provenance
 from .soundness import attention_of
 
 # What PyTorch keeps in every module; parameters, buffers and children are looked at by themselves.
@@ -36,7 +36,8 @@ _TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
 _BOOKKEEPING = frozenset(
     (
         "_cached_continuous_batching_manager", "_compiled_call", "_compiled_call_impl", "_hf_paged",
-        "_hf_paged_adapted", "_hf_paged_handle", "_hf_paged_slopes", "_is_hf_initialized", "_is_stateful",
+        "_hf_paged_adapted", "_hf_paged_handle", "_hf_paged_slopes", "_hf_paged_weights", "_is_hf_initialized",
+        "_is_stateful",
         "_output_capturing_hooks_installed", "_output_embeddings_tied", "forward_pass_done", "generation_config",
         "hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit", "model_tags", "name_or_path", "paged_pool",
         "paged_stats", "warnings_issued",
@@ -154,7 +155,8 @@ class Walk:
                 line.append(None if child is None else self._seen.get(id(child)))
             for group in ("_forward_hooks", "_forward_pre_hooks"):
                 for hook in own[group].values():
-                    line.append(self._value(hook, 0))
+                    if not soundness.is_known_hook(hook):  # it computes nothing, and comes with the first question
+                        line.append(self._value(hook, 0))
             # Module by module: thousands of lists that live on at once call the garbage collector.
             digest.update(marshal.dumps(line, 2))  # of this version: equal values give equal bytes
             place += 1
@@ -175,7 +177,7 @@ class Walk:
             return self._config(entry)
         if isinstance(entry, _NAMED):
             return (kind.__name__, repr(entry))
-        if isinstance(entry, types.MethodType):
+        if isinstance(entry, METHODS):
             owner = entry.__self__
             place = self._seen.get(id(owner))
             whose = ("module", place) if place is not None else _serial(owner)
@@ -236,7 +238,8 @@ class Walk:
                 if name not in _SETTINGS
             ]
             attention = [self._provenance.number_of(function) for function in attention_of(config)]
-            return ("config", known, type(config).__name__, parts, attention)
+            before = implementations.before(config)  # it rounds otherwise where attention has to be dense
+            return ("config", known, type(config).__name__, parts, attention, before)
         return ("config", known)
 
     # -- tensors ------------------------------------------------------------------------------------------------------

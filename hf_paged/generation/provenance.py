@@ -20,6 +20,10 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..binding import Bound
+
+METHODS = (types.MethodType, Bound)
+
 # Packages whose modules compute each row by itself, each token from those before it alone, and nothing from the calls
 # before. A name that anybody may give to a package of their own counts only where an installed distribution has it.
 _PACKAGES = (
@@ -166,7 +170,7 @@ class _Look:
         self._seen[id(entry)] = entry  # held, so that no other object gets its number
         if isinstance(entry, types.FunctionType):
             self._function(entry)
-        elif isinstance(entry, types.MethodType):
+        elif isinstance(entry, METHODS):
             self.callable(entry.__func__)
         elif isinstance(entry, functools.partial):
             for part in (entry.func, *entry.args, *entry.keywords.values()):
@@ -405,7 +409,7 @@ class Provenance:
         return self._look(entry).number
 
     def _look(self, entry: Any) -> _Look:
-        function = entry.__func__ if isinstance(entry, types.MethodType) else entry
+        function = entry.__func__ if isinstance(entry, METHODS) else entry
         held = self._functions.get(id(function))
         if held is None or held[0]() is not function or not held[1].holds():
             look = _Look()
@@ -423,7 +427,7 @@ class Provenance:
 
 def package_of_function(entry: Any) -> str:
     """The known package that the code of a function or method was compiled in; "": none."""
-    while isinstance(entry, (types.MethodType, functools.partial)):
-        entry = entry.__func__ if isinstance(entry, types.MethodType) else entry.func
+    while isinstance(entry, (*METHODS, functools.partial)):
+        entry = entry.func if isinstance(entry, functools.partial) else entry.__func__
     code = getattr(entry, "__code__", None)
     return package_of(code.co_filename) if isinstance(code, types.CodeType) else ""

@@ -60,6 +60,7 @@ class Reason(enum.Enum):
     CHECKPOINTING = "gradient_checkpointing", "gradient checkpointing in training mode leaves the cache out"
     BATCH_CAPACITY = "batch_capacity", "its experts have a capacity that the whole batch shares"
     BATCH_SCALE = "batch_scale", "its layers choose a scale or a precision over all tokens of a forward"
+    WEIGHTS = "output_attentions", "attention weights are asked for, of every row and token as it was given"
     SHARDED = "sharded_weights", "weights are sharded over processes, which have to agree on every forward"
     OUT_OF_REACH = "weights_out_of_reach", "the content of some weights cannot be read here"
     NO_SALT = "no_salt", "prefix salts are used in this process, and this call has none"
@@ -299,6 +300,12 @@ _DATA = frozenset(
     (bool, int, float, str, bytes, type(None), dict, list, tuple, set, frozenset, OrderedDict, torch.dtype,
      torch.device, torch.Tensor, torch.nn.Parameter, torch.Size)
 )  # fmt: skip
+
+
+def is_known_hook(hook: Any) -> bool:
+    """Whether a hook is one of those that are known to leave what a module computes alone."""
+    code = getattr(hook, "__code__", None)
+    return isinstance(code, types.CodeType) and (package_of_function(hook), code.co_name) in _KNOWN_HOOKS
 
 
 def hooks_before(model: torch.nn.Module) -> tuple[tuple[int, ...], ...]:

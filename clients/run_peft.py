@@ -1,0 +1,167 @@
+"""PEFT: LoRA, adapters switched, merged, hot-swapped and per row, prompt tuning, activated LoRA."""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.utils.hotswap import hotswap_adapter
+
+import hf_paged
+from hf_paged.commands.measure import say
+from hf_paged.commands.real_model import load_real_model
+
+from .shared import NOT_HERE, Row, header, in_turn, report, same, version_of, warm
+
+NEW_TOKENS = 12
+NAME = version_of("peft")
+QUESTIONS = ("What is the report about?", "Who wrote it?")
+INVOCATION = "\nAnswer:"
+
+
+def lora(seed: int, **options: Any) -> peft.LoraConfig:
+    """A LoRA config; `weights` gives its adapter weights that change answers."""
+    targets = ["q_proj", "k_proj", "v_proj"]
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=targets, **options)
+
+
+def weights(model: Any, name: str, seed: int) -> None:
+    """Random weights for an adapter, the same for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if f".{name}." in key and "lora_" in key:
+                parameter.normal_(0, 0.02, generator=generator)
+
+
+class Clients:
+    """An unpatched and a patched base model, fresh for each kind of adapter."""
+
+    def __init__(self) -> None:
+        self.base, self.tokenizer = load_real_model(progress=say)
+        self.folder = Path(tempfile.mkdtemp())
+
+    def pair(self, adapters: dict[str, int], **options: Any) -> list[Any]:
+        """Unpatched and patched model with the same adapters, each name given its seed. Patched before PEFT wraps it."""
+        models = []
+        for model in (copy.deepcopy(self.base), hf_paged.patch(copy.deepcopy(self.base))):
+            warm(model)
+            for name, seed in adapters.items():
+                if isinstance(model, peft.PeftModel):
+                    model.add_adapter(name, lora(seed, **options))
+                else:
+                    model = peft.get_peft_model(model, lora(seed, **options), name)
+                weights(model, name, seed)
+            models.append(model.eval())
+        return models
+
+    def prompt(self, question: str, words: int = 120) -> dict[str, torch.Tensor]:
+        return dict(self.tokenizer(f"{header(words)}\n\n{question}{INVOCATION}", return_tensors="pt"))
+
+    def prompts(self) -> list[dict[str, torch.Tensor]]:
+        return [self.prompt(question) for question in QUESTIONS]
+
+    def work(self, model: Any) -> Callable[[Any], torch.Tensor]:
+        """Calls generate() with a prompt; a tuple is a step before it, given the model, and a prompt."""
+
+        def call(item: Any) -> torch.Tensor:
+            before, inputs = item if isinstance(item, tuple) else (None, item)
+            if before is not None:
+                before(model)
+            return model.generate(**{"do_sample": False, "max_new_tokens": NEW_TOKENS, **inputs})
+
+        return call
+
+    def run(self, what: str, models: list[Any], items: list[Any], note: str = "") -> Row:
+        return in_turn(NAME, what, *map(self.work, models), items, models[1], note=note)
+
+
+def plain_lora(clients: Clients) -> None:
+    models = clients.pair({"first": 1, "second": 2})
+    clients.run("LoRA, two prompts that begin alike", models, clients.prompts())
+    switched = [
+        (lambda model, name=name: model.set_adapter(name), prompt)
+        for name in ("first", "second", "first")
+        for prompt in clients.prompts()[:1]
+    ]
+    clients.run("LoRA, adapters switched", models, switched)
+    steps = ("merge_adapter", "unmerge_adapter")
+    merged = [(lambda model, step=step: getattr(model, step)(), clients.prompts()[0]) for step in steps]
+    clients.run("LoRA, merged for a while, then not", models, merged)
+
+
+def adapter_per_row(clients: Clients) -> None:
+    models = clients.pair({"first": 1, "second": 2})
+    rows = {key: value.repeat(3, 1) for key, value in clients.prompts()[0].items()}
+    names = (["first", "second", "__base__"], ["second", "__base__", "first"])
+    clients.run("LoRA, `adapter_names` for each row", models, [{**rows, "adapter_names": list(n)} for n in names])
+
+
+def merge_and_unload(clients: Clients) -> None:
+    prompts = clients.prompts()
+    for safe in (False, True):
+        models = clients.pair({"first": 1})
+        for model in models:
+            model.generate(**prompts[0], max_new_tokens=1, do_sample=False)
+        models = [model.merge_and_unload(safe_merge=safe) for model in models]
+        clients.run(f"`merge_and_unload(safe_merge={safe})` after the same prompt", models, prompts)
+
+
+def hotswap(clients: Clients) -> None:
+    other = clients.pair({"default": 3})[0]
+    other.save_pretrained(clients.folder)
+    models = clients.pair({"default": 1})
+
+    def swap(model: Any) -> None:
+        hotswap_adapter(model, str(clients.folder / "default" if missing else clients.folder), "default")
+
+    missing = not (clients.folder / "adapter_config.json").exists()
+    prompts = clients.prompts()
+    clients.run("hot-swapped adapter, before and after", models, [prompts[0], (swap, prompts[0]), prompts[1]])
+
+
+def activated(clients: Clients) -> None:
+    ids = clients.tokenizer(INVOCATION, add_special_tokens=False).input_ids
+    models = clients.pair({"first": 1}, alora_invocation_tokens=ids)
+    clients.run("activated LoRA, two prompts that begin alike", models, clients.prompts())
+
+
+def prompt_tuning(clients: Clients) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+    models = []
+    for model in (copy.deepcopy(clients.base), hf_paged.patch(copy.deepcopy(clients.base))):
+        warm(model)
+        tuned = peft.get_peft_model(model, config).eval()
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in tuned.prompt_encoder.parameters():
+                parameter.normal_(0, 0.1, generator=generator)
+        models.append(tuned)
+    # What the tuned model has to put out: the base model's answer behind the virtual tokens, as embeddings.
+    prompts = clients.prompts()
+    with torch.no_grad():
+        text = clients.base.get_input_embeddings()(prompts[0]["input_ids"])
+        embedded = torch.cat([models[0].get_prompt(batch_size=1), text], 1)
+    expected = clients.base.generate(inputs_embeds=embedded, max_new_tokens=NEW_TOKENS, do_sample=False)
+    what = "prompt tuning, two prompts that begin alike"
+    try:
+        got = clients.work(models[0])(prompts[0])[:, prompts[0]["input_ids"].shape[1] :]
+        reason = "" if same(got, expected) else "PEFT's own answer is not that of the model behind its virtual tokens"
+    except Exception as error:
+        reason = f"it raises {type(error).__name__}: {str(error)[:150]}"
+    row = clients.run(what, models, prompts, note=f"unpatched, {reason}" if reason else "")
+    if reason and row.same != NOT_HERE and row.passed:
+        report(Row(NAME, "prompt tuning, against the base model behind virtual tokens", NOT_HERE, note=f"unpatched, {reason}"))
+
+
+def main() -> None:
+    clients = Clients()
+    for kind in (plain_lora, adapter_per_row, merge_and_unload, hotswap, activated, prompt_tuning):
+        kind(clients)
+
+
+if __name__ == "__main__":
+    main()

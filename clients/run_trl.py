@@ -1,0 +1,130 @@
+"""TRL's GRPO with an evaluation between steps, on the default optimizer (fused AdamW)."""
+
+import copy
+import tempfile
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+import hf_paged
+from hf_paged.commands.measure import say
+from hf_paged.commands.real_model import load_real_model
+
+from .shared import DIFFERENT, SAME, Counts, Row, header, report, same, version_of, warm
+
+STEPS = 3
+NEW_TOKENS = 12
+QUESTIONS = ("What is the report about?", "Name one decision in it.", "Who will read it?")
+
+
+class Probe(TrainerCallback):
+    """After each step, and in eval mode, as any evaluation is: greedy answers to prompts that begin alike, and for a
+    patched model the answers of an unpatched one with the same weights."""
+
+    def __init__(self, tokenizer: Any, reference: Any = None):
+        self.prompts = [tokenizer(f"{header(150)}\n\n{q}\n", return_tensors="pt") for q in QUESTIONS]
+        self.reference = reference
+        self.answers: list[list[torch.Tensor]] = []
+        self.expected: list[list[torch.Tensor]] = []
+        self.seconds = self.reference_seconds = 0.0
+        self.found = self.asked = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        training = model.training
+        model.eval()
+        start = time.perf_counter()
+        self.answers.append(self._ask(model))
+        self.seconds += time.perf_counter() - start
+        if self.reference is not None:
+            self.reference.load_state_dict(model.state_dict())
+            start = time.perf_counter()
+            self.expected.append(self._ask(self.reference))
+            self.reference_seconds += time.perf_counter() - start
+        model.train(training)
+
+    def _ask(self, model: Any) -> list[torch.Tensor]:
+        return [model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False) for prompt in self.prompts]
+
+
+def train(model: Any, tokenizer: Any, probe: Probe) -> tuple[list[Any], float, str]:
+    """Train for a few steps; what each reward call was given, the seconds without the probe's, and the optimizer."""
+    seen: list[Any] = []
+
+    def reward(completion_ids: list[Any], **more: Any) -> list[float]:
+        ids = [[int(token) for token in completion] for completion in completion_ids]
+        seen.append(("train" if trainer.model.training else "eval", ids))
+        return [float(sum(completion) % 17) for completion in ids]
+
+    prompts = [f"{header(60)}\n\nQuestion {number}: what is {number} plus {number}?\n" for number in range(4)]
+    data = Dataset.from_dict({"prompt": prompts})
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        train_dataset=data,
+        eval_dataset=data.select([0]),
+        processing_class=tokenizer,
+        callbacks=[probe],
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
+            num_generations=4,
+            max_steps=STEPS,
+            max_completion_length=NEW_TOKENS,
+            learning_rate=1e-4,
+            eval_strategy="steps",
+            eval_steps=1,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=1,
+        ),
+    )
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start - probe.seconds - probe.reference_seconds
+    optimizer = f"{trainer.args.optim.value}, fused={trainer.optimizer.defaults.get('fused')}"
+    return seen, seconds, optimizer
+
+
+def main() -> None:
+    model, tokenizer = load_real_model(progress=say)
+    fresh = [copy.deepcopy(model) for _ in range(2)]
+    paged = hf_paged.patch(fresh[0])
+    warm(model, paged)
+    counts = Counts(paged)
+    probe = Probe(tokenizer, reference=fresh[1])
+    plain_probe = Probe(tokenizer)
+    plain_seen, plain_seconds, _ = train(model, tokenizer, plain_probe)
+    seen, seconds, optimizer = train(paged, tokenizer, probe)
+    name = version_of("trl")
+    row = Row(
+        name,
+        f"GRPO, {STEPS} steps of 4 samples, each evaluated: every completion of both runs",
+        SAME if seen == plain_seen else DIFFERENT,
+        plain_seconds,
+        seconds,
+        note=f"optimizer {optimizer}; tokens found are those of the next row, too",
+    )
+    report(counts.into(row))
+    moved = not same(probe.answers[0], probe.answers[-1])
+    row = Row(
+        name,
+        f"greedy answers after each step ({len(QUESTIONS)} prompts), against the same weights unpatched",
+        SAME if same(probe.answers, probe.expected) else DIFFERENT,
+        probe.reference_seconds,
+        probe.seconds,
+        note=f"the answers {'changed' if moved else 'did not change'} from the first step to the last",
+    )
+    report(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: `generate_until` and multiple choice behind a few-shot header, one row and eight at a time."""
+"""lm-evaluation-harness: `generate_until` and multiple choice behind a few-shot header, one row and six at a time."""
 
 import json
 import tempfile
@@ -29,12 +29,8 @@ ASKED = {
     "Portugal": "Lisbon",
     "Sweden": "Stockholm",
     "Poland": "Warsaw",
-    "Austria": "Vienna",
     "Ireland": "Dublin",
     "Denmark": "Copenhagen",
-    "Finland": "Helsinki",
-    "Turkey": "Ankara",
-    "Canada": "Ottawa",
 }
 COMMON = """
 dataset_path: json
@@ -50,7 +46,7 @@ output_type: generate_until
 doc_to_target: "{{answer}}"
 generation_kwargs:
   until: ["\\n"]
-  max_gen_toks: 24
+  max_gen_toks: 16
   do_sample: false
 metric_list:
   - metric: exact_match
@@ -73,7 +69,7 @@ def documents() -> list[dict]:
         {
             "question": f"{head}\n\nQ: What is the capital of {land}?\nA:",
             "answer": f" The capital of {land} is {capital}.",
-            "choices": [f" {capitals[(number + step) % len(capitals)]}" for step in (0, 3, 7)],
+            "choices": [f" {capitals[(number + step) % len(capitals)]}" for step in (0, 2, 4)],
             "gold": 0,
         }
         for number, (land, capital) in enumerate(ASKED.items())
@@ -98,7 +94,7 @@ def main() -> None:
         return result["results"][task], [sample["resps"] for sample in samples]
 
     for task, what in {"hf_paged_generate": "generate_until", "hf_paged_choose": "multiple choice"}.items():
-        for batch in (1, 8):
+        for batch in (1, len(ASKED)):
             in_turn(
                 version_of("lm_eval"),
                 f"{what}, {len(ASKED)} questions, batches of {batch}",

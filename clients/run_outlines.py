@@ -1,4 +1,4 @@
-"""outlines and xgrammar: answers that fit a JSON schema or a regular expression, by a logits processor of theirs."""
+"""outlines and xgrammar: answers that fit a JSON schema or a regular expression, by logits processors of theirs."""
 
 import json
 from typing import Literal
@@ -10,7 +10,7 @@ from xgrammar.contrib.hf import LogitsProcessor
 
 from .shared import header, in_turn, real_pair, version_of
 
-QUESTIONS = ("Describe it.", "Describe its author.", "Describe its reader.", "Describe what is decided in it.")
+QUESTIONS = ("Describe it.", "Describe its author.", "Describe what is decided in it.")
 
 
 class Summary(BaseModel):
@@ -24,8 +24,8 @@ def main() -> None:
     name = version_of("outlines")
     prompts = [f"{header(250)}\n\n{question} Answer as JSON.\n" for question in QUESTIONS]
     for what, output, items in (
-        ("JSON schema, 4 questions about one document", Summary, prompts),
-        ("JSON schema, a batch of 4", Summary, [[f"{header(300)}\n\n{question}\n" for question in QUESTIONS]]),
+        ("JSON schema, 3 questions about one document", Summary, prompts),
+        ("JSON schema, a batch of 3", Summary, [[f"{header(300)}\n\n{question}\n" for question in QUESTIONS]]),
     ):
         generators = [outlines.Generator(outlines.from_transformers(m, tokenizer), output) for m in (plain, paged)]
 
@@ -36,6 +36,8 @@ def main() -> None:
 
             return call
 
+        for generator in generators:
+            work(generator)("Hello")  # compiles what writes the mask
         in_turn(name, what, *map(work, generators), items, paged)
 
     size = plain.config.vocab_size
@@ -51,7 +53,7 @@ def main() -> None:
         return call
 
     others = [f"{header(350)}\n\n{question} Answer as JSON.\n" for question in QUESTIONS]
-    what = "JSON schema, 4 questions and a batch of them"
+    what = "JSON schema, 3 questions and a batch of them"
     in_turn(version_of("xgrammar"), what, constrained(plain), constrained(paged), [*others, others], paged)
 
 

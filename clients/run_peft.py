@@ -18,11 +18,13 @@ from .shared import NOT_HERE, Row, header, in_turn, report, same, version_of, wa
 
 NEW_TOKENS = 12
 NAME = version_of("peft")
+NAMES = ["first", "second", "__base__"]
 QUESTIONS = ("What is the report about?", "Who wrote it?")
 INVOCATION = "\nAnswer:"
+OPTIONS = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
 
 
-def lora(seed: int, **options: Any) -> peft.LoraConfig:
+def lora(**options: Any) -> peft.LoraConfig:
     """A LoRA config; `weights` gives its adapter weights that change answers."""
     targets = ["q_proj", "k_proj", "v_proj"]
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=targets, **options)
@@ -34,7 +36,7 @@ def weights(model: Any, name: str, seed: int) -> None:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if f".{name}." in key and "lora_" in key:
-                parameter.normal_(0, 0.02, generator=generator)
+                parameter.normal_(0, 0.1, generator=generator)
 
 
 class Clients:
@@ -51,9 +53,9 @@ class Clients:
             warm(model)
             for name, seed in adapters.items():
                 if isinstance(model, peft.PeftModel):
-                    model.add_adapter(name, lora(seed, **options))
+                    model.add_adapter(name, lora(**options))
                 else:
-                    model = peft.get_peft_model(model, lora(seed, **options), name)
+                    model = peft.get_peft_model(model, lora(**options), name)
                 weights(model, name, seed)
             models.append(model.eval())
         return models
@@ -65,68 +67,71 @@ class Clients:
         return [self.prompt(question) for question in QUESTIONS]
 
     def work(self, model: Any) -> Callable[[Any], torch.Tensor]:
-        """Calls generate() with a prompt; a tuple is a step before it, given the model, and a prompt."""
+        """Calls generate() with an item: a prompt; a tuple is something to do to the model first, and a prompt."""
 
         def call(item: Any) -> torch.Tensor:
+            nonlocal model
             before, inputs = item if isinstance(item, tuple) else (None, item)
             if before is not None:
-                before(model)
-            return model.generate(**{"do_sample": False, "max_new_tokens": NEW_TOKENS, **inputs})
+                model = before(model) or model
+            return model.generate(**inputs, **OPTIONS)
 
         return call
 
-    def run(self, what: str, models: list[Any], items: list[Any], note: str = "") -> Row:
-        return in_turn(NAME, what, *map(self.work, models), items, models[1], note=note)
+    def run(self, what: str, models: list[Any], items: list[Any], **more: Any) -> Row:
+        return in_turn(NAME, what, *map(self.work, models), items, models[1], **more)
 
 
 def plain_lora(clients: Clients) -> None:
-    models = clients.pair({"first": 1, "second": 2})
-    clients.run("LoRA, two prompts that begin alike", models, clients.prompts())
-    switched = [
-        (lambda model, name=name: model.set_adapter(name), prompt)
-        for name in ("first", "second", "first")
-        for prompt in clients.prompts()[:1]
-    ]
-    clients.run("LoRA, adapters switched", models, switched)
-    steps = ("merge_adapter", "unmerge_adapter")
-    merged = [(lambda model, step=step: getattr(model, step)(), clients.prompts()[0]) for step in steps]
-    clients.run("LoRA, merged for a while, then not", models, merged)
+    models, prompts = clients.pair({"first": 1, "second": 2}), clients.prompts()
+    clients.run("LoRA, two prompts that begin alike", models, prompts)
+    switched = [(lambda model, name=name: model.set_adapter(name), prompts[0]) for name in ("first", "second", "first")]
+    clients.run("LoRA, adapters switched", models, switched, unlike=[(0, 1)])
+    items = [(merge_second, prompts[0]), (lambda model: model.unmerge_adapter(), prompts[0]), prompts[1]]
+    clients.run("LoRA, merged, and taken out again", models, items)
+
+
+def merge_second(model: Any) -> None:
+    model.set_adapter("second")
+    model.merge_adapter(["second"])
 
 
 def adapter_per_row(clients: Clients) -> None:
     models = clients.pair({"first": 1, "second": 2})
     rows = {key: value.repeat(3, 1) for key, value in clients.prompts()[0].items()}
-    names = (["first", "second", "__base__"], ["second", "__base__", "first"])
-    clients.run("LoRA, `adapter_names` for each row", models, [{**rows, "adapter_names": list(n)} for n in names])
+    items = [rows | {"adapter_names": list(names)} for names in (NAMES, NAMES[1:] + NAMES[:1])]
+    clients.run("LoRA, `adapter_names` for each row", models, items, unlike=[(0, 1)])
 
 
 def merge_and_unload(clients: Clients) -> None:
     prompts = clients.prompts()
     for safe in (False, True):
-        models = clients.pair({"first": 1})
-        for model in models:
-            model.generate(**prompts[0], max_new_tokens=1, do_sample=False)
-        models = [model.merge_and_unload(safe_merge=safe) for model in models]
-        clients.run(f"`merge_and_unload(safe_merge={safe})` after the same prompt", models, prompts)
+        items = [  # a base model that has seen the prompt, and then LoRA for good in its weights
+            (lambda model: model.base_model.disable_adapter_layers(), prompts[0]),
+            (lambda model: model.base_model.enable_adapter_layers(), prompts[1]),
+            (lambda model, safe=safe: model.merge_and_unload(safe_merge=safe), prompts[0]),
+            prompts[1],
+        ]
+        what = f"`merge_and_unload(safe_merge={safe})` after the base model has seen the prompt"
+        clients.run(what, clients.pair({"first": 1}), items, unlike=[(0, 2)])
 
 
 def hotswap(clients: Clients) -> None:
-    other = clients.pair({"default": 3})[0]
-    other.save_pretrained(clients.folder)
-    models = clients.pair({"default": 1})
+    clients.pair({"default": 3})[0].save_pretrained(clients.folder)
+    models, prompts = clients.pair({"default": 1}), clients.prompts()
 
     def swap(model: Any) -> None:
-        hotswap_adapter(model, str(clients.folder / "default" if missing else clients.folder), "default")
+        hotswap_adapter(model, str(clients.folder), "default")
 
-    missing = not (clients.folder / "adapter_config.json").exists()
-    prompts = clients.prompts()
-    clients.run("hot-swapped adapter, before and after", models, [prompts[0], (swap, prompts[0]), prompts[1]])
+    items = [prompts[0], (swap, prompts[0]), prompts[1]]
+    clients.run("hot-swapped adapter, before and after", models, items, unlike=[(0, 1)])
 
 
 def activated(clients: Clients) -> None:
     ids = clients.tokenizer(INVOCATION, add_special_tokens=False).input_ids
-    models = clients.pair({"first": 1}, alora_invocation_tokens=ids)
-    clients.run("activated LoRA, two prompts that begin alike", models, clients.prompts())
+    models, prompts = clients.pair({"first": 1}, alora_invocation_tokens=ids), clients.prompts()
+    without = {key: value[:, : -len(ids)] for key, value in prompts[0].items()}
+    clients.run("activated LoRA, prompts that begin alike", models, [*prompts, without])
 
 
 def prompt_tuning(clients: Clients) -> None:
@@ -138,14 +143,14 @@ def prompt_tuning(clients: Clients) -> None:
         generator = torch.Generator().manual_seed(4)
         with torch.no_grad():
             for parameter in tuned.prompt_encoder.parameters():
-                parameter.normal_(0, 0.1, generator=generator)
+                parameter.normal_(0, 0.3, generator=generator)
         models.append(tuned)
     # What the tuned model has to put out: the base model's answer behind the virtual tokens, as embeddings.
     prompts = clients.prompts()
     with torch.no_grad():
         text = clients.base.get_input_embeddings()(prompts[0]["input_ids"])
         embedded = torch.cat([models[0].get_prompt(batch_size=1), text], 1)
-    expected = clients.base.generate(inputs_embeds=embedded, max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = clients.base.generate(inputs_embeds=embedded, **OPTIONS)
     what = "prompt tuning, two prompts that begin alike"
     try:
         got = clients.work(models[0])(prompts[0])[:, prompts[0]["input_ids"].shape[1] :]

@@ -1,4 +1,8 @@
-"""TRL's GRPO with an evaluation between steps, on the default optimizer (fused AdamW)."""
+"""TRL's GRPO with an evaluation between steps, on the default optimizer (fused AdamW).
+
+TRL puts a forward of its own in the model's place, which hf_paged does not know, so all savings step aside. The second run
+vouches for it: there prefixes are found, and must not be those of the weights of the step before.
+"""
 
 import copy
 import tempfile
@@ -95,35 +99,37 @@ def train(model: Any, tokenizer: Any, probe: Probe) -> tuple[list[Any], float, s
 
 
 def main() -> None:
-    model, tokenizer = load_real_model(progress=say)
-    fresh = [copy.deepcopy(model) for _ in range(2)]
-    paged = hf_paged.patch(fresh[0])
-    warm(model, paged)
-    counts = Counts(paged)
-    probe = Probe(tokenizer, reference=fresh[1])
-    plain_probe = Probe(tokenizer)
-    plain_seen, plain_seconds, _ = train(model, tokenizer, plain_probe)
-    seen, seconds, optimizer = train(paged, tokenizer, probe)
+    base, tokenizer = load_real_model(progress=say)
     name = version_of("trl")
-    row = Row(
-        name,
-        f"GRPO, {STEPS} steps of 4 samples, each evaluated: every completion of both runs",
-        SAME if seen == plain_seen else DIFFERENT,
-        plain_seconds,
-        seconds,
-        note=f"optimizer {optimizer}; tokens found are those of the next row, too",
-    )
-    report(counts.into(row))
-    moved = not same(probe.answers[0], probe.answers[-1])
-    row = Row(
-        name,
-        f"greedy answers after each step ({len(QUESTIONS)} prompts), against the same weights unpatched",
-        SAME if same(probe.answers, probe.expected) else DIFFERENT,
-        probe.reference_seconds,
-        probe.seconds,
-        note=f"the answers {'changed' if moved else 'did not change'} from the first step to the last",
-    )
-    report(row)
+    plain = copy.deepcopy(base)
+    warm(plain)
+    expected, plain_seconds, _ = train(plain, tokenizer, Probe(tokenizer))
+    for vouch in (False, True):
+        paged = hf_paged.patch(copy.deepcopy(base), vouch=vouch or ())
+        warm(paged)
+        counts = Counts(paged)
+        probe = Probe(tokenizer, reference=copy.deepcopy(base))
+        seen, seconds, optimizer = train(paged, tokenizer, probe)
+        how = "GRPO, patched with `vouch=True`" if vouch else "GRPO"
+        row = Row(
+            name,
+            f"{how}, {STEPS} steps of 4 samples, each evaluated: every completion",
+            SAME if seen == expected else DIFFERENT,
+            plain_seconds,
+            seconds,
+            note=f"optimizer {optimizer}; tokens found in the next row's answers, too",
+        )
+        report(counts.into(row))
+        row = Row(
+            name,
+            f"{how}, greedy answers to {len(QUESTIONS)} prompts after each step, against an unpatched model of the same weights",
+            SAME if same(probe.answers, probe.expected) else DIFFERENT,
+            probe.reference_seconds,
+            probe.seconds,
+        )
+        if same(probe.answers[0], probe.answers[-1]):
+            row.same, row.note = DIFFERENT, "tests nothing: the steps changed no answer"
+        report(row)
 
 
 if __name__ == "__main__":

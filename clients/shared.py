@@ -148,6 +148,7 @@ def in_turn(
     counted: Any,
     equal: Callable[[Any, Any], bool] = same,
     note: str = "",
+    unlike: Sequence[tuple[int, int]] = (),
 ) -> Row:
     """Do the same work with the unpatched and the patched model, item by item, in alternating order; report a row.
 
@@ -156,6 +157,8 @@ def in_turn(
         items: inputs, one a call. Each is given once, so what is found is what unlike calls have in common.
         counted: the patched model, or what PEFT has wrapped around it.
         equal: compares two results.
+        note: for the row.
+        unlike: pairs of items whose results on the unpatched model have to differ, or the row tests nothing.
 
     Returns:
         The row. A call that raises is no reason to stop: it differs if the other does not raise the same type.
@@ -180,6 +183,8 @@ def in_turn(
     elif differing := [i for i, pair in enumerate(zip(*results.values(), strict=True)) if not equal(*pair)]:
         row.same, first = DIFFERENT, differing[0]
         row.note = f"differ: {differing} of {len(items)}; {results['plain'][first]!r:.150} / {results['paged'][first]!r:.150}"
+    elif alike := [pair for pair in unlike if equal(*(results["plain"][item] for item in pair))]:
+        row.same, row.note = DIFFERENT, f"tests nothing: items {alike} have equal results on the unpatched model"
     return report(counts.into(row))
 
 

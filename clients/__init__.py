@@ -1,1 +1,1 @@
-"""Libraries that call `generate()`, unmodified, on patched models: equal to unpatched, or not. `make clients` runs them."""
+"""Libraries that call `generate()`, unmodified, on patched models: equal to unpatched, or not (docs/clients.md)."""

@@ -47,7 +47,9 @@ def run(name: str) -> list[Row]:
         file = Path(folder) / "rows"
         environment = os.environ | {ROWS_FILE: str(file), "PYTHONWARNINGS": "ignore"}
         try:
-            code = subprocess.run([sys.executable, "-m", f"clients.run_{name}"], env=environment, timeout=LIMIT).returncode
+            code = subprocess.run(
+                [sys.executable, "-m", f"clients.run_{name}"], env=environment, timeout=LIMIT
+            ).returncode
             end = f"its process ended with {code}" if code else ""
         except subprocess.TimeoutExpired:
             end = f"stopped after {LIMIT:.0f} s"

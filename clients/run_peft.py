@@ -47,7 +47,7 @@ class Clients:
         self.folder = Path(tempfile.mkdtemp())
 
     def pair(self, adapters: dict[str, int], **options: Any) -> list[Any]:
-        """Unpatched and patched model with the same adapters, each name given its seed. Patched before PEFT wraps it."""
+        """Unpatched and patched model with the same adapters, by name and seed. PEFT wraps a patched model."""
         models = []
         for model in (copy.deepcopy(self.base), hf_paged.patch(copy.deepcopy(self.base))):
             warm(model)
@@ -159,7 +159,14 @@ def prompt_tuning(clients: Clients) -> None:
         reason = f"it raises {type(error).__name__}: {str(error)[:150]}"
     row = clients.run(what, models, prompts, note=f"unpatched, {reason}" if reason else "")
     if reason and row.same != NOT_HERE and row.passed:
-        report(Row(NAME, "prompt tuning, against the base model behind virtual tokens", NOT_HERE, note=f"unpatched, {reason}"))
+        report(
+            Row(
+                NAME,
+                "prompt tuning, against the base model behind virtual tokens",
+                NOT_HERE,
+                note=f"unpatched, {reason}",
+            )
+        )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`transformers serve`, in a process of its own, asked over HTTP on this machine: chat turns, streams, a client that leaves."""
+"""`transformers serve`, in a process of its own, asked over HTTP on 127.0.0.1: turns, streams, a client that leaves."""
 
 import json
 import os
@@ -153,7 +153,9 @@ def compare(what: str, options: tuple[str, ...]) -> None:
         pairs = {name: (plain.answers[name], paged.answers[name]) for name in names}
         alike = all(a == b and not a.startswith(ERROR) for a, b in pairs.values())
         seconds = [sum(seen.seconds[name] for name in names) for seen in (plain, paged)]
-        note = "" if alike else "; ".join(f"{name}: {a!r:.150} / {b!r:.150}" for name, (a, b) in pairs.items() if a != b)
+        note = (
+            "" if alike else "; ".join(f"{name}: {a!r:.150} / {b!r:.150}" for name, (a, b) in pairs.items() if a != b)
+        )
         return Row(NAME, f"{what}, {title}", SAME if alike else DIFFERENT, *seconds, note=note)
 
     turns = row("3 streamed turns about a report, seconds to the first pieces", "turn 1", "turn 2", "turn 3")

@@ -66,7 +66,9 @@ def version_of(distribution: str) -> str:
 
 def report(row: Row) -> Row:
     """Print a row, and keep it for the table if the runner has asked for that."""
-    times = "" if row.plain is None or row.paged is None else f", {row.plain:.2f} s unpatched, {row.paged:.2f} s patched"
+    times = (
+        "" if row.plain is None or row.paged is None else f", {row.plain:.2f} s unpatched, {row.paged:.2f} s patched"
+    )
     found = "" if row.asked is None else f", {row.found} of {row.asked} tokens found"
     say(f"{row.client}: {row.what}: same: {row.same}{times}{found} {row.aside or ''} {row.note}".rstrip())
     if file := os.environ.get(ROWS_FILE):
@@ -182,7 +184,9 @@ def in_turn(
         row.note = ", ".join(f"{name} raises {_said(errors[0])}" for name, errors in raised.items() if errors)
     elif differing := [i for i, pair in enumerate(zip(*results.values(), strict=True)) if not equal(*pair)]:
         row.same, first = DIFFERENT, differing[0]
-        row.note = f"differ: {differing} of {len(items)}; {results['plain'][first]!r:.150} / {results['paged'][first]!r:.150}"
+        row.note = (
+            f"differ: {differing} of {len(items)}; {results['plain'][first]!r:.150} / {results['paged'][first]!r:.150}"
+        )
     elif alike := [pair for pair in unlike if equal(*(results["plain"][item] for item in pair))]:
         row.same, row.note = DIFFERENT, f"tests nothing: items {alike} have equal results on the unpatched model"
     return report(counts.into(row))

@@ -153,9 +153,8 @@ def compare(what: str, options: tuple[str, ...]) -> None:
         pairs = {name: (plain.answers[name], paged.answers[name]) for name in names}
         alike = all(a == b and not a.startswith(ERROR) for a, b in pairs.values())
         seconds = [sum(seen.seconds[name] for name in names) for seen in (plain, paged)]
-        note = (
-            "" if alike else "; ".join(f"{name}: {a!r:.150} / {b!r:.150}" for name, (a, b) in pairs.items() if a != b)
-        )
+        unlike = [f"{name}: {a!r:.100} / {b!r:.100}" for name, (a, b) in pairs.items() if a != b]
+        note = "; ".join(unlike) or ("" if alike else f"both say {pairs[names[0]][0]}")
         return Row(NAME, f"{what}, {title}", SAME if alike else DIFFERENT, *seconds, note=note)
 
     turns = row("3 streamed turns about a report, seconds to the first pieces", "turn 1", "turn 2", "turn 3")

@@ -1,7 +1,7 @@
 """TRL's GRPO with an evaluation between steps, on the default optimizer (fused AdamW).
 
-TRL puts a forward of its own in the model's place, which hf_paged does not know, so all savings step aside. The second run
-vouches for it: there prefixes are found, and must not be those of the weights of the step before.
+TRL puts a forward of its own in the place of the model's, which hf_paged does not know, so all savings step aside. The
+second run vouches for it: there prefixes are found, and must not be those of the weights of the step before.
 """
 
 import copy
@@ -122,7 +122,7 @@ def main() -> None:
         report(counts.into(row))
         row = Row(
             name,
-            f"{how}, greedy answers to {len(QUESTIONS)} prompts after each step, against an unpatched model of the same weights",
+            f"{how}, greedy answers to {len(QUESTIONS)} prompts after each step, against the same weights unpatched",
             SAME if same(probe.answers, probe.expected) else DIFFERENT,
             probe.reference_seconds,
             probe.seconds,

@@ -23,7 +23,7 @@ from .shared import close, in_turn, version_of
 
 SPECIAL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>")
 MORE_SPECIAL = ("<|startofprev|>", "<|nospeech|>", "<|notimestamps|>")
-SPACE = 220  # "Ġ": some tokens have to begin words
+ASCII, SPACE = 94, 220  # the tokens below are printable ASCII; "Ġ" begins words
 
 
 def make_tokenizer() -> WhisperTokenizer:
@@ -78,7 +78,7 @@ def make_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
     settings.prev_sot_token_id = ids["<|startofprev|>"]
     settings.return_timestamps = False
     # A random model must not put out names; what is left are bytes, and timestamps where they are asked for.
-    settings.suppress_tokens = [*range(128, SPACE), *range(SPACE + 1, 256), *list(ids.values())[1:]]
+    settings.suppress_tokens = [*range(ASCII, SPACE), *range(SPACE + 1, 256), *list(ids.values())[1:]]
     settings.max_initial_timestamp_index = 50
     return model
 

@@ -2,8 +2,8 @@
 
     python -m clients.serving plain|patched FOLDER PORT [--continuous-batching]
 
-Answers each line with one JSON line: `stats` with what the patched model has counted, `unload` with whether the model was
-freed when it was unloaded, without a garbage collection having to find it.
+Answers each line with one JSON line: `stats` with what the patched model has counted, `unload` with how the model was
+freed when it was unloaded: at once, or only when a garbage collection found it.
 """
 
 import gc
@@ -21,9 +21,9 @@ import hf_paged
 
 
 class Freed:
-    """When a model went: `at once`, `by the collector`, or not yet.
+    """How a model went, in the attribute `how`.
 
-    `unload` of the library collects garbage itself, and would hide that a model is kept by a reference cycle.
+    The library collects garbage when it unloads, which would hide that a reference cycle kept the model.
     """
 
     def __init__(self, model: Any):

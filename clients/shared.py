@@ -66,9 +66,8 @@ def version_of(distribution: str) -> str:
 
 def report(row: Row) -> Row:
     """Print a row, and keep it for the table if the runner has asked for that."""
-    times = (
-        "" if row.plain is None or row.paged is None else f", {row.plain:.2f} s unpatched, {row.paged:.2f} s patched"
-    )
+    measured = row.plain is not None and row.paged is not None
+    times = f", {row.plain:.2f} s unpatched, {row.paged:.2f} s patched" if measured else ""
     found = "" if row.asked is None else f", {row.found} of {row.asked} tokens found"
     say(f"{row.client}: {row.what}: same: {row.same}{times}{found} {row.aside or ''} {row.note}".rstrip())
     if file := os.environ.get(ROWS_FILE):
@@ -151,6 +150,7 @@ def in_turn(
     equal: Callable[[Any, Any], bool] = same,
     note: str = "",
     unlike: Sequence[tuple[int, int]] = (),
+    may_be_broken: bool = False,
 ) -> Row:
     """Do the same work with the unpatched and the patched model, item by item, in alternating order; report a row.
 
@@ -161,9 +161,10 @@ def in_turn(
         equal: compares two results.
         note: for the row.
         unlike: pairs of items whose results on the unpatched model have to differ, or the row tests nothing.
+        may_be_broken: the client is known not to work with every version; if it raises with both, that is no failure.
 
     Returns:
-        The row. A call that raises is no reason to stop: it differs if the other does not raise the same type.
+        The row. A call that raises is no reason to stop; it is a failure, also where the unpatched model raises.
     """
     counts = Counts(counted)
     seconds = {"plain": 0.0, "paged": 0.0}
@@ -176,16 +177,17 @@ def in_turn(
             results[name].append(_attempt(work, item))
             seconds[name] += time.perf_counter() - start
     row = Row(client, what, SAME, seconds["plain"], seconds["paged"], note=note)
-    raised = {name: [r for r in results[name] if isinstance(r, Exception)] for name in results}
-    if raised["plain"] and [type(e) for e in raised["plain"]] == [type(e) for e in raised["paged"]]:
-        row.same, row.note = NOT_HERE, f"unpatched, too, raises {_said(raised['plain'][0])}"
+    raised = {name: [result for result in results[name] if isinstance(result, Exception)] for name in results}
+    pairs = list(zip(results["plain"], results["paged"], strict=True))
+    if may_be_broken and all(type(a) is type(b) and isinstance(a, Exception) for a, b in pairs):
+        row.same, row.note = NOT_HERE, f"unpatched, too, it raises {said(raised['plain'][0])}"
     elif raised["plain"] or raised["paged"]:
         row.same = DIFFERENT
-        row.note = ", ".join(f"{name} raises {_said(errors[0])}" for name, errors in raised.items() if errors)
-    elif differing := [i for i, pair in enumerate(zip(*results.values(), strict=True)) if not equal(*pair)]:
-        row.same, first = DIFFERENT, differing[0]
-        row.note = (
-            f"differ: {differing} of {len(items)}; {results['plain'][first]!r:.150} / {results['paged'][first]!r:.150}"
+        row.note = ", ".join(f"{name} raises {said(errors[0])}" for name, errors in raised.items() if errors)
+    elif differing := [number for number, pair in enumerate(pairs) if not equal(*pair)]:
+        row.same = DIFFERENT
+        row.note = f"items {differing} of {len(items)} differ: " + " / ".join(
+            f"{r!r:.150}" for r in pairs[differing[0]]
         )
     elif alike := [pair for pair in unlike if equal(*(results["plain"][item] for item in pair))]:
         row.same, row.note = DIFFERENT, f"tests nothing: items {alike} have equal results on the unpatched model"
@@ -200,5 +202,5 @@ def _attempt(work: Callable[[Any], Any], item: Any) -> Any:
         return error
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:150]}"

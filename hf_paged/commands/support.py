@@ -124,6 +124,37 @@ MODES: dict[str, dict[str, Any]] = {
     "early end": {"max_new_tokens": 10},
     "prompt lookup": {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10},
 }
+# Beside these, of models with an encoder.
+DECODER_MODES: dict[str, dict[str, Any]] = {
+    "source padded on the left": {"max_new_tokens": 6},
+    "decoder prompt": {"max_new_tokens": 6},
+    "decoder prompt, beams": {"num_beams": 3, "max_new_tokens": 5},
+    "decoder prompt, samples": {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 5},
+    "decoder prompt, lookup": {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8},
+    "ragged decoder prompts": {"max_new_tokens": 6},
+    "ragged decoder prompts, beams": {"num_beams": 3, "max_new_tokens": 5},
+}
+
+
+def _given(mode: str, model: Any, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The inputs of one mode; None: it is nothing for this model."""
+    from . import tiny_models
+
+    if mode == "prompt lookup":
+        return _repeating(inputs)
+    if mode == "source padded on the left":
+        return tiny_models.padded_left(inputs)
+    if mode not in DECODER_MODES:
+        return inputs
+    rows = len(next(iter(inputs.values())))
+    prompts = tiny_models.decoder_prompts(model, (4, 2, 3)[:rows])
+    if "ragged" in mode:
+        return {**inputs, **prompts}
+    if "lookup" in mode:
+        inputs = {name: value[:1] for name, value in inputs.items()}
+        return {**inputs, "decoder_input_ids": prompts["decoder_input_ids"][:1].repeat(1, 3)}
+    whole = tiny_models.decoder_prompts(model, (4, 4, 4)[:rows])
+    return {**inputs, "decoder_input_ids": whole["decoder_input_ids"]}
 
 
 def measure(task: str, model_type: str, class_name: str) -> Line:
@@ -188,8 +219,11 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
 
     everything = {"return_dict_in_generate": True, "output_logits": True}
     end: int | None = None
-    for mode, options in MODES.items():
-        given = _repeating(inputs) if mode == "prompt lookup" else inputs
+    modes = {**MODES, **DECODER_MODES} if plain.config.is_encoder_decoder else MODES
+    for mode, options in modes.items():
+        given = _given(mode, plain, inputs)
+        if given is None:
+            continue
         options = dict(options)
         if mode == "early end":
             if end is None:
@@ -202,7 +236,7 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
             continue
         try:
             got = _generate(patched, given, **options, **everything)
-            if mode == "prompt lookup" and not torch.equal(expected.sequences, got.sequences):
+            if "lookup" in mode and not torch.equal(expected.sequences, got.sequences):
                 greedy = _generate(plain, given, max_new_tokens=options["max_new_tokens"], **everything)
                 if not torch.equal(expected.sequences, greedy.sequences):
                     _compare(greedy, got, mode)

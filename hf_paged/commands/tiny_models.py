@@ -7,6 +7,7 @@ that stands in `OVERRIDES`. Layer patterns keep one layer of each kind.
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -276,15 +277,61 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def entries() -> list[tuple[str, str, str]]:
-    """`(task, model type, class name)` of every generation entry in the installed Transformers, each class once a
-    model type, in the order of the mappings."""
+    """`(task, model type, class name)` of every class that the installed Transformers can generate with.
+
+    First those of the mappings, each class once a model type, in their order; then, as task "other", the public classes
+    that no mapping names (see `unmapped`), and the composite models once with each decoder (see `decoders`).
+    """
     seen: dict[tuple[str, str], str] = {}
     for task, names in MAPPINGS.items():
         for name in names:
             for model_type, classes in getattr(modeling_auto, name).items():
                 for one in (classes,) if isinstance(classes, str) else classes:
                     seen.setdefault((model_type, one), task)
+    for one in unmapped(frozenset(one for _, one in seen)):
+        seen[_model_type(getattr(transformers, one)), one] = "other"
     return [(task, model_type, one) for (model_type, one), task in seen.items() if one not in NOT_GENERATING]
+
+
+_CLASS = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
+_GENERATES = re.compile(r"^    def (can_)?generate\(", re.MULTILINE)
+
+
+@functools.cache
+def unmapped(mapped: frozenset[str]) -> tuple[str, ...]:
+    """Names of the public classes of Transformers that are models and can generate, without those in `mapped`; sorted.
+
+    Candidates are found in the text of the modeling files, as to import all of them takes half a minute: classes that
+    have a generate() or inherit from one that has. Those are imported and asked.
+    """
+    bases: dict[str, set[str]] = {}
+    candidates = {"GenerationMixin"}
+    folder = Path(transformers.__file__).parent / "models"
+    for file in [*folder.glob("*/modeling_*.py"), *folder.glob("*/generation_*.py")]:
+        text = file.read_text()
+        found = list(_CLASS.finditer(text))
+        for place, match in enumerate(found):
+            bases[match[1]] = set(re.split(r"[\s,.]+", match[2]))
+            end = found[place + 1].start() if place + 1 < len(found) else len(text)
+            if _GENERATES.search(text, match.end(), end):
+                candidates.add(match[1])
+    before = 0
+    while before != len(candidates):
+        before = len(candidates)
+        candidates |= {name for name, parents in bases.items() if parents & candidates}
+    public = sorted((candidates & set(dir(transformers))) - mapped)
+    return tuple(name for name in public if _generates(getattr(transformers, name)))
+
+
+def _generates(one: Any) -> bool:
+    if not isinstance(one, type) or not issubclass(one, transformers.PreTrainedModel):
+        return False
+    return issubclass(one, transformers.GenerationMixin) or bool(one.can_generate())
+
+
+def _model_type(model_class: Any) -> str:
+    """The model type of a class's config; of one that has none of its own, the folder it stands in."""
+    return getattr(model_class.config_class, "model_type", "") or model_class.__module__.split(".")[-2]
 
 
 def _default(config_class: Any) -> Any:
@@ -502,6 +549,28 @@ def inputs_for(model: Any, lengths: tuple[int, ...], changed: bool = False) -> M
     if made is not None:
         inputs = {**inputs, **made(config, inputs, generator)}
     return inputs
+
+
+def padded_left(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The same rows with their pads in front of them; None: they have none, or are not text alone."""
+    if set(inputs) != {"input_ids", "attention_mask"} or bool(inputs["attention_mask"].all()):
+        return None
+    pads = (inputs["attention_mask"] == 0).sum(1).tolist()
+    return {
+        name: torch.stack([row.roll(count) for row, count in zip(rows, pads, strict=True)])
+        for name, rows in inputs.items()
+    }
+
+
+def decoder_prompts(model: Any, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """A left-padded batch of what the decoder of a model with an encoder begins with, the start token first:
+    `decoder_input_ids` [rows, longest] and `decoder_attention_mask`."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompts = text_inputs(lengths, seed=11, below=min(FIRST_SPECIAL, vocabulary))
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    start = model.generation_config.decoder_start_token_id
+    ids[torch.arange(len(ids)), mask.argmax(1)] = BOS if start is None else start
+    return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
 # Models that say their main input is something else and generate from text alone.

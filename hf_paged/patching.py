@@ -642,7 +642,7 @@ def _prefill_sources(
         reason = keywords
     elif not _state_of(self).config.prompt_once:
         reason = "prompt_once is off"
-    elif generation_config.output_hidden_states:
+    elif prefill.asks_hidden_states(generation_config, model_kwargs):
         reason = "hidden states are asked for"
     elif hasattr(self, "_reorder_cache"):
         reason = "the model reorders the cache itself"

@@ -107,7 +107,7 @@ def why_not_shared(
     """Why the rows of a prefill cannot be computed once for several, or continued from a prefix; None: they can."""
     if model.config.is_encoder_decoder:
         return "encoder-decoder models start from one decoder token"
-    if generation_config.output_hidden_states:
+    if asks_hidden_states(generation_config, model_kwargs):
         return "hidden states are asked for"
     if hasattr(model, "_reorder_cache"):
         return "the model reorders the cache itself"
@@ -130,6 +130,12 @@ def why_not_shared(
     if limit is not None and columns > limit:
         return "the rotary embedding depends on the prompt's length"
     return None
+
+
+def asks_hidden_states(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a prefill's hidden states are wanted, by the caller or by a decoding loop of the model's own, which asks
+    for them as a keyword and reads them for each row (CSM)."""
+    return bool(generation_config.output_hidden_states or model_kwargs.get("output_hidden_states"))
 
 
 def packs(model: Any) -> bool:

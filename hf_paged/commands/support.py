@@ -83,7 +83,24 @@ def _generate(model: Any, inputs: Any, seed: int = 5, **options: Any) -> Any:
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return model.generate(**{name: value.clone() for name, value in inputs.items()}, **options)
+        own = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        return model.generate(**own, **options)
+
+
+def _ask(model: Any, inputs: Any) -> tuple[dict[str, Any], Any]:
+    """Keywords with which a model gives its logits, none if it gives none, and what it generates then."""
+    everything = {"return_dict_in_generate": True, "output_logits": True}
+    failed: Exception | None = None
+    try:
+        first = _generate(model, inputs, max_new_tokens=4, **everything)
+        if getattr(first, "logits", None) is not None:
+            return everything, first
+    except Exception as error:
+        failed = error
+    try:
+        return {}, _generate(model, inputs, max_new_tokens=4)
+    except Exception as error:
+        raise (failed or error) from error
 
 
 def _sequences(output: Any) -> Any:
@@ -91,9 +108,34 @@ def _sequences(output: Any) -> Any:
     return getattr(output, "sequences", output)
 
 
+def _tensors(output: Any) -> list[Any]:
+    """All tensors that a generate() returned, caches left out."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return [output]
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _differ(left: Any, right: Any) -> bool:
+    """Whether two tensors are other ids, or numbers further apart than the tolerance."""
+    import torch
+
+    if left.shape != right.shape or not left.is_floating_point():
+        return not torch.equal(left, right)
+    scale = max(1.0, left.abs().max().item()) if left.numel() else 1.0
+    return not torch.allclose(left, right, rtol=0, atol=TOLERANCE * scale, equal_nan=True)
+
+
 def _compare(expected: Any, got: Any, mode: str) -> None:
     import torch
 
+    if getattr(expected, "logits", None) is None:
+        pairs = zip(_tensors(expected), _tensors(got), strict=True)
+        if any(_differ(left, right) for left, right in pairs):
+            raise _Wrong(f"{mode}: other results")
+        return
     if not torch.equal(expected.sequences, got.sequences):
         raise _Wrong(f"{mode}: other tokens")
     for step, (left, right) in enumerate(zip(expected.logits or (), got.logits or (), strict=True)):
@@ -103,9 +145,13 @@ def _compare(expected: Any, got: Any, mode: str) -> None:
             raise _Wrong(f"{mode}: logits of step {step} are {difference:.2g} apart")
 
 
+def _rows(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
+    return {name: value if isinstance(value, (str, int)) else value[rows] for name, value in inputs.items()}
+
+
 def _repeating(inputs: dict[str, Any]) -> dict[str, Any]:
     """One row, whose text repeats itself where it is text: something to look up."""
-    rows = {name: value[-1:] for name, value in inputs.items()}
+    rows = _rows(inputs, slice(-1, None))
     for name in ("input_ids", "decoder_input_ids"):
         ids = rows.get(name)
         if ids is not None and ids.shape[1] >= 8 and int(ids.max()) < 250:
@@ -124,6 +170,37 @@ MODES: dict[str, dict[str, Any]] = {
     "early end": {"max_new_tokens": 10},
     "prompt lookup": {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10},
 }
+# Beside these, of models with an encoder.
+DECODER_MODES: dict[str, dict[str, Any]] = {
+    "source padded on the left": {"max_new_tokens": 6},
+    "decoder prompt": {"max_new_tokens": 6},
+    "decoder prompt, beams": {"num_beams": 3, "max_new_tokens": 5},
+    "decoder prompt, samples": {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 5},
+    "decoder prompt, lookup": {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8},
+    "ragged decoder prompts": {"max_new_tokens": 6},
+    "ragged decoder prompts, beams": {"num_beams": 3, "max_new_tokens": 5},
+}
+
+
+def _given(mode: str, model: Any, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The inputs of one mode; None: it is nothing for this model."""
+    from . import tiny_models
+
+    if mode == "prompt lookup":
+        return _repeating(inputs)
+    if mode == "source padded on the left":
+        return tiny_models.padded_left(inputs)
+    if mode not in DECODER_MODES:
+        return inputs
+    rows = len(next(iter(inputs.values())))
+    prompts = tiny_models.decoder_prompts(model, (4, 2, 3)[:rows])
+    if "ragged" in mode:
+        return {**inputs, **prompts}
+    if "lookup" in mode:
+        inputs = _rows(inputs, slice(1))
+        return {**inputs, "decoder_input_ids": prompts["decoder_input_ids"][:1].repeat(1, 3)}
+    whole = tiny_models.decoder_prompts(model, (4, 4, 4)[:rows])
+    return {**inputs, "decoder_input_ids": whole["decoder_input_ids"]}
 
 
 def measure(task: str, model_type: str, class_name: str) -> Line:
@@ -166,30 +243,31 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
             return done("refused", " ".join(str(error).split()).split(" and be right: ")[-1])
         try:
             inputs = dict(tiny_models.inputs_for(plain, lengths))
-            first = _generate(plain, inputs, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
-            other = _generate(
-                plain,
-                dict(tiny_models.inputs_for(plain, lengths, changed=True)),
-                max_new_tokens=4,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
+            changed = dict(tiny_models.inputs_for(plain, lengths, changed=True))
+            everything, first = _ask(plain, inputs)
+            other = _generate(plain, changed, max_new_tokens=4, **everything)
         except Exception as error:
             return done("not built", f"the unpatched model does not generate: {_short(error)}")
-        if getattr(first, "logits", None) is None:
-            return done("not built", "its generate() returns no logits to compare")
+        if not everything:
+            break
         if not any(bool(step.isnan().any() or (step == torch.inf).any()) for step in first.logits):
             break
     else:
         return done("not built", "its logits are not finite")
-    moved = [(one[0] - two[0]).abs() for one, two in zip(first.logits, other.logits, strict=True)]
-    if not any(bool((step[step.isfinite()] > 1e-3).any()) for step in moved):
-        return done("not built", "its logits do not depend on the prompt's first token")
+    if not everything:  # sound or images, and no logits
+        if not any(_differ(one, two) for one, two in zip(_tensors(first), _tensors(other), strict=True)):
+            return done("not built", "what it generates does not depend on the prompt's first token")
+    else:
+        moved = [(one[0] - two[0]).abs() for one, two in zip(first.logits, other.logits, strict=True)]
+        if not any(bool((step[step.isfinite()] > 1e-3).any()) for step in moved):
+            return done("not built", "its logits do not depend on the prompt's first token")
 
-    everything = {"return_dict_in_generate": True, "output_logits": True}
     end: int | None = None
-    for mode, options in MODES.items():
-        given = _repeating(inputs) if mode == "prompt lookup" else inputs
+    modes = {**MODES, **DECODER_MODES} if plain.config.is_encoder_decoder else MODES
+    for mode, options in modes.items():
+        given = _given(mode, plain, inputs)
+        if given is None:
+            continue
         options = dict(options)
         if mode == "early end":
             if end is None:
@@ -202,18 +280,19 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
             continue
         try:
             got = _generate(patched, given, **options, **everything)
-            if mode == "prompt lookup" and not torch.equal(expected.sequences, got.sequences):
+            if everything and "lookup" in mode and not torch.equal(expected.sequences, got.sequences):
                 greedy = _generate(plain, given, max_new_tokens=options["max_new_tokens"], **everything)
                 if not torch.equal(expected.sequences, greedy.sequences):
                     _compare(greedy, got, mode)
                     line.modes[mode] = "as without, which the unpatched model's is not"
                     continue
             _compare(expected, got, mode)
-            bare = _sequences(_generate(patched, given, **options))
-            if not torch.equal(expected.sequences, bare) and not torch.equal(
-                _sequences(_generate(plain, given, **options)), bare
-            ):
-                raise _Wrong(f"{mode}, ids alone: other tokens")
+            if everything:
+                bare = _sequences(_generate(patched, given, **options))
+                if not torch.equal(expected.sequences, bare) and not torch.equal(
+                    _sequences(_generate(plain, given, **options)), bare
+                ):
+                    raise _Wrong(f"{mode}, ids alone: other tokens")
             del got
             patched.paged_pool.check()
         except _Wrong as error:
@@ -222,8 +301,8 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
             place = traceback.extract_tb(error.__traceback__)[-1]
             return done("wrong", f"{mode}: {_short(error)} ({Path(place.filename).name}:{place.lineno})")
         line.modes[mode] = "exact"
-        ids = expected.sequences
-        if mode == "greedy" and ids.ndim == 2 and ids.shape[1] > len(expected.logits):  # of codebooks it has no end
+        ids = expected.sequences if everything else None
+        if mode == "greedy" and ids is not None and ids.ndim == 2 and ids.shape[1] > len(expected.logits):  # of codebooks it has no end
             end = int(ids[0, -len(expected.logits) // 2])
     if "exact" not in line.modes.values():
         return done("not built", f"the unpatched model does not generate: {line.modes}")
@@ -364,6 +443,8 @@ _TITLES = {
     "text to text": "Text to text",
     "speech": "Speech",
     "images": "Images and text",
+    "other": "Other generating classes",
+    "pairs": "Pairs of an encoder and a decoder",
 }
 _ABOUT = (
     "Every entry of the mappings for causal language models, text to text, speech to text, and image and text to text",

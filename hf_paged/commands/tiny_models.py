@@ -7,6 +7,8 @@ that stands in `OVERRIDES`. Layer patterns keep one layer of each kind.
 import copy
 import dataclasses
 import functools
+import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ MAPPINGS = {
 
 # In these mappings, but without generate().
 NOT_GENERATING = frozenset(("PI0ForConditionalGeneration",))
+
+# Composite models of any encoder and any decoder, one whose encoder's output has pads, and one whose has none.
+PAIRS = {"encoder-decoder": "EncoderDecoderModel", "vision-encoder-decoder": "VisionEncoderDecoderModel"}
 
 # Tiny value -> the fields that get it, where their default is larger.
 _BY_SIZE: dict[int, str] = {
@@ -205,6 +210,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "perception_lm": {"vision_config": _NO_TIMM},
     "xlm": {"causal": True},
+    "flaubert": {"causal": True},
+    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 64}},
+    "pocket_tts": {"flow_head_config": {"condition_dim": 64}},
+    "glm_image_text": {"rope_parameters": _rope([2, 3, 3])},
     "zaya": {"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": WINDOW},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {
@@ -276,20 +285,84 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def entries() -> list[tuple[str, str, str]]:
-    """`(task, model type, class name)` of every generation entry in the installed Transformers, each class once a
-    model type, in the order of the mappings."""
+    """`(task, model type, class name)` of every class that the installed Transformers can generate with.
+
+    First those of the mappings, each class once a model type, in their order; then, as task "other", the public classes
+    that no mapping names (see `unmapped`), and as "pairs" composite models with each decoder (see `decoders`), whose
+    model type is `composite+decoder`.
+    """
     seen: dict[tuple[str, str], str] = {}
     for task, names in MAPPINGS.items():
         for name in names:
             for model_type, classes in getattr(modeling_auto, name).items():
                 for one in (classes,) if isinstance(classes, str) else classes:
                     seen.setdefault((model_type, one), task)
+    for one in unmapped(frozenset(one for _, one in seen)):
+        seen[_model_type(getattr(transformers, one)), one] = "other"
+    for composite, one in PAIRS.items():
+        seen.update({(f"{composite}+{decoder}", one): "pairs" for decoder in decoders()})
     return [(task, model_type, one) for (model_type, one), task in seen.items() if one not in NOT_GENERATING]
 
 
-def _default(config_class: Any) -> Any:
-    """A config with as little beside defaults as it can be made with."""
-    return config_class(**copy.deepcopy(DEFAULTS.get(config_class.model_type, {})))
+_CLASS = re.compile(r"^class (\w+)\(([^)]*)\):", re.MULTILINE)
+_GENERATES = re.compile(r"^    def (can_)?generate\(", re.MULTILINE)
+
+
+@functools.cache
+def unmapped(mapped: frozenset[str]) -> tuple[str, ...]:
+    """Names of the public classes of Transformers that are models and can generate, without those in `mapped`; sorted.
+
+    Candidates are found in the text of the modeling files, as to import all of them takes half a minute: classes that
+    have a generate() or inherit from one that has. Those are imported and asked.
+    """
+    bases: dict[str, set[str]] = {}
+    candidates = {"GenerationMixin"}
+    folder = Path(transformers.__file__).parent / "models"
+    for file in [*folder.glob("*/modeling_*.py"), *folder.glob("*/generation_*.py")]:
+        text = file.read_text()
+        found = list(_CLASS.finditer(text))
+        for place, match in enumerate(found):
+            bases[match[1]] = set(re.split(r"[\s,.]+", match[2]))
+            end = found[place + 1].start() if place + 1 < len(found) else len(text)
+            if _GENERATES.search(text, match.end(), end):
+                candidates.add(match[1])
+    before = 0
+    while before != len(candidates):
+        before = len(candidates)
+        candidates |= {name for name, parents in bases.items() if parents & candidates}
+    public = sorted((candidates & set(dir(transformers))) - mapped)
+    return tuple(name for name in public if _generates(getattr(transformers, name)))
+
+
+@functools.cache
+def decoders() -> tuple[str, ...]:
+    """Model types whose causal language model can attend to an encoder's output, in the mapping's order."""
+    found = []
+    for model_type, one in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if one in NOT_GENERATING or "encoder_hidden_states" not in _modeling_text(model_type):
+            continue  # only what is left is imported
+        if "encoder_hidden_states" in inspect.signature(getattr(transformers, one).forward).parameters:
+            found.append(model_type)
+    return tuple(found)
+
+
+def _generates(one: Any) -> bool:
+    if not isinstance(one, type) or not issubclass(one, transformers.PreTrainedModel):
+        return False
+    return issubclass(one, transformers.GenerationMixin) or bool(one.can_generate())
+
+
+def _model_type(model_class: Any) -> str:
+    """The model type of a class's config; of one that has none of its own, the folder it stands in."""
+    return getattr(model_class.config_class, "model_type", "") or model_class.__module__.split(".")[-2]
+
+
+def _default(config_class: Any, decoder: str = "") -> Any:
+    """A config with as little beside defaults as it can be made with; `decoder`: model type of a pair's decoder."""
+    fields = copy.deepcopy(DEFAULTS.get(config_class.model_type, {}))
+    if decoder:
+        fields["decoder"] = {**_DECODER, "model_type": decoder, "is_encoder_decoder": False}
+    return config_class(**fields)
 
 
 @functools.cache
@@ -399,13 +472,14 @@ def _same(left: Any, right: Any) -> bool:
 def make_config(model_type: str, class_name: str) -> tuple[type, PreTrainedConfig]:
     """The model class and a tiny config for it."""
     model_class = getattr(transformers, class_name)
+    model_type, _, decoder = model_type.partition("+")
     wanted = getattr(model_class, "config_class", None)
     config_class = CONFIG_MAPPING.get(model_type, wanted)
     if wanted is not None and not issubclass(config_class, wanted):
         # A text model of a composite one is made from the text part, as `AutoModelForCausalLM` does.
         parts = [part for part in getattr(config_class(), "sub_configs", {}).values() if part is wanted]
         config_class = wanted if parts or wanted.model_type else config_class
-    config = _default(config_class)
+    config = _default(config_class, decoder)
     extra = {}
     names = (
         {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
@@ -468,6 +542,11 @@ def text_inputs(
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def _for_model(table: dict[str, Any], model: Any) -> Any:
+    """A table's entry for a model's class or else its model type; None: there is none."""
+    return table.get(type(model).__name__, table.get(model.config.model_type))
+
+
 def inputs_for(model: Any, lengths: tuple[int, ...], changed: bool = False) -> Mapping[str, torch.Tensor]:
     """What to hand to `generate`: a padded batch of prompts, and what else the model cannot do without.
 
@@ -476,7 +555,7 @@ def inputs_for(model: Any, lengths: tuple[int, ...], changed: bool = False) -> M
         changed: give the first row another first token (or another sound or image), for a look at what depends on it.
     """
     config = model.config
-    main = MAIN_INPUT.get(config.model_type, model.main_input_name)
+    main = _for_model(MAIN_INPUT, model) or model.main_input_name
     rows = len(lengths)
     generator = torch.Generator().manual_seed(7)
     if main == "input_ids" or config.model_type in TEXT_FIRST:
@@ -487,21 +566,43 @@ def inputs_for(model: Any, lengths: tuple[int, ...], changed: bool = False) -> M
             place = 0 if config.is_encoder_decoder else int((inputs["attention_mask"][0] == 0).sum())
             place = -1 if config.model_type in LAST_TOKEN_ALONE else place
             inputs["input_ids"][0, place] = 3 + (inputs["input_ids"][0, place] - 3 + 5) % (FIRST_SPECIAL - 3)
-        made = MORE_INPUTS.get(config.model_type)
+        made = _for_model(MORE_INPUTS, model)
         if made is not None:
             inputs = {**inputs, **made(config, inputs, generator)}
         return inputs
-    shape = SHAPES.get(config.model_type) or SHAPES.get(main)
+    shape = _for_model(SHAPES, model) or SHAPES.get(main)
     if shape is None:
         raise ValueError(f"no tiny input for {main}")
     values = torch.randn(rows, *(shape(config) if callable(shape) else shape), generator=generator)
     if changed:
         values[0] = torch.randn(values[0].shape, generator=generator) * 2
     inputs = {main: values}
-    made = MORE_INPUTS.get(config.model_type)
+    made = _for_model(MORE_INPUTS, model)
     if made is not None:
         inputs = {**inputs, **made(config, inputs, generator)}
     return inputs
+
+
+def padded_left(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The same rows with their pads in front of them; None: they have none, or are not text alone."""
+    if set(inputs) != {"input_ids", "attention_mask"} or bool(inputs["attention_mask"].all()):
+        return None
+    pads = (inputs["attention_mask"] == 0).sum(1).tolist()
+    return {
+        name: torch.stack([row.roll(count) for row, count in zip(rows, pads, strict=True)])
+        for name, rows in inputs.items()
+    }
+
+
+def decoder_prompts(model: Any, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """A left-padded batch of what the decoder of a model with an encoder begins with, the start token first:
+    `decoder_input_ids` [rows, longest] and `decoder_attention_mask`."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompts = text_inputs(lengths, seed=11, below=min(FIRST_SPECIAL, vocabulary))
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    start = model.generation_config.decoder_start_token_id
+    ids[torch.arange(len(ids)), mask.argmax(1)] = BOS if start is None else start
+    return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
 # Models that say their main input is something else and generate from text alone.
@@ -509,7 +610,7 @@ TEXT_FIRST: frozenset[str] = frozenset()
 # Models that, given a cache, read the last token of a prompt and nothing before it.
 LAST_TOKEN_ALONE = frozenset(("musicgen_decoder",))
 # Models that cut left-padded prompts at the wrong end.
-UNPADDED = frozenset(("xlm",))
+UNPADDED = frozenset(("xlm", "flaubert"))
 # Main input, or model type -> shape of one row.
 SHAPES: dict[str, Any] = {
     "pixel_values": lambda config: (3, _image_size(config), _image_size(config)),
@@ -606,11 +707,16 @@ TRAITS = (
 )
 
 
+def _modeling_text(model_type: str) -> str:
+    """The modeling files of a model type; of a pair, its decoder's."""
+    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type.split("+")[-1])
+    return "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
+
+
 @functools.cache
 def traits(model_type: str) -> frozenset[str]:
     """Which of `TRAITS` the modeling files of a model type have."""
-    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
-    text = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
+    text = _modeling_text(model_type)
     return frozenset(trait for trait in TRAITS if trait in text)
 
 

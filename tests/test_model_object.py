@@ -24,7 +24,7 @@ from hf_paged.binding import Bound, bind
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 MODES = [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
-# Models with functions on their attention modules (falcon, bloom, mpt, latent attention) are reference cycles still, and
+# Models with functions on their attention modules (falcon, bloom, mpt, latent attention) are reference cycles, and
 # cannot be pickled: the compiler traces no other bound functions.
 KINDS = ["llama", "gemma3", "t5", "bart"]
 

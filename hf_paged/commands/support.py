@@ -304,7 +304,7 @@ def measure(task: str, model_type: str, class_name: str) -> Line:
         ids = expected.sequences if everything else None
         if (
             mode == "greedy" and ids is not None and ids.ndim == 2 and ids.shape[1] > len(expected.logits)
-        ):  # of codebooks it has no end  # noqa: E501
+        ):  # of codebooks it has no end
             end = int(ids[0, -len(expected.logits) // 2])
     if "exact" not in line.modes.values():
         return done("not built", f"the unpatched model does not generate: {line.modes}")

@@ -67,7 +67,8 @@ class Recorder:
     """Runs the tests of one side and notes what comes out.
 
     Attributes:
-        models: models that were patched in the test that runs.
+        tried: models that were to be patched in the test that runs.
+        models: those that were.
         refused: class and reason of models that `patch` refused in it.
         calls: the outermost `generate()` calls in it, as JSON: `model`, `plain_greedy`, `dtype`, `ids` as nested lists
             (None: not ids), and, where nothing is patched, `gaps`: of each step and row by how much the best score
@@ -81,6 +82,7 @@ class Recorder:
         self.patching: bool = config.getoption("--hf-paged-patch")
         self.seconds: float = config.getoption("--hf-paged-seconds")
         self.depth = 0
+        self.tried: list[Any] = []
         self.models: list[Any] = []
         self.refused: list[str] = []
         self.calls: list[dict[str, Any]] = []
@@ -114,7 +116,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._wrap_generate()
-        self.models, self.refused, self.calls = [], [], []
+        self.tried, self.models, self.refused, self.calls = [], [], [], []
         self.line = {"test": item.nodeid, "outcome": "passed", "where": "", "error": ""}
         _seed(item.nodeid)
         begin = time.perf_counter()
@@ -137,7 +139,7 @@ class Recorder:
                 calls=self.calls,
             )
             self._write(self.line)
-            self.models = []
+            self.tried, self.models = [], []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -228,9 +230,10 @@ class Recorder:
         return wrapper
 
     def _patch(self, model: Any) -> None:
-        known = any(model is one for one in self.models)
+        known = any(model is one for one in self.tried)
         if not self.patching or known or not isinstance(model, PreTrainedModel):
             return
+        self.tried.append(model)
         try:
             hf_paged.patch(model, block_size=self.config.getoption("--hf-paged-block-size"))
         except ValueError as error:

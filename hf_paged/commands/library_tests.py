@@ -55,13 +55,15 @@ class Outcome:
 def compare(unpatched: Sequence[dict[str, Any]], patched: Sequence[dict[str, Any]]) -> Outcome:
     """Lay the lines of the two sides (see `library_plugin`) beside each other."""
     outcome = Outcome()
+    missing: dict[str, None] = {}  # each worker says so
     tables: list[dict[str, dict[str, Any]]] = []
     for side, lines in zip(SIDES, (unpatched, patched), strict=True):
         for line in lines:
             if "not_collected" in line:
-                outcome.not_collected.append(f"{side}: {line['not_collected']}: {line['error']}")
+                missing[f"{side}: {line['not_collected']}: {line['error']}"] = None
         tables.append({line["test"]: line for line in lines if "test" in line})
         outcome.counts[side].update(line["outcome"] for line in tables[-1].values())
+    outcome.not_collected = list(missing)
     for line in tables[1].values():
         outcome.patched += line["patched"]
         outcome.stored += line["stored"]
@@ -207,7 +209,7 @@ def run(
         1 if a test or an id differs or a test was not run on one side, else 0.
 
     Raises:
-        UsageError: if there are no such tests, or pytest is missing.
+        UsageError: if there are no such tests, none passes unpatched, or pytest is missing.
     """
     from .measure import UsageError, versions
 
@@ -238,6 +240,8 @@ def run(
                 raise UsageError("no test was run: " + "; ".join(problems or log))
     outcome = compare(*lines)
     print(render(outcome))
+    if not outcome.counts["unpatched"]["passed"]:
+        raise UsageError("no test passes unpatched, so nothing is shown; is the checkout of about this version?")
     same = not outcome.differences and not outcome.other_ids
     print("the same failures on both sides" if same else "NOT the same")
     return 0 if same else 1

@@ -210,6 +210,16 @@ def test_another_id_counts_unless_the_two_best_were_tied():
     assert len(library_tests.compare([line(gaps=tied["calls"][0]["gaps"], plain_greedy=False)], [other]).other_ids) == 1
 
 
+def test_a_test_that_differs_after_a_tie_is_named_apart():
+    tied = line(gaps=[[0.5, 0.5], [0.5, 1e-5]])
+    failed = {"outcome": "failed", "where": "x:1"}
+    found = library_tests.compare([tied], [line(ids=[[5, 6, 7], [5, 8, 4]], **failed)])
+    assert found.differences == [] and len(found.after_ties) == 1
+    assert library_tests.compare([tied], [line(**failed)]).after_ties == []  # a tie that made no difference
+    found = library_tests.compare([tied], [line(ids=[[5, 1, 7], [5, 8, 4]], **failed)])  # one id tied, one not
+    assert len(found.differences) == 1 and found.after_ties == []
+
+
 def test_what_follows_a_tie_is_not_held_against_anyone():
     tied = line(gaps=[[1e-5, 0.5], [0.5, 0.5]])
     found = library_tests.compare([tied], [line(ids=[[5, 1, 2], [5, 8, 9]])])

@@ -31,6 +31,7 @@ class Outcome:
     Attributes:
         counts: side → outcome → tests.
         differences: a line for each test that did not end alike on both sides.
+        after_ties: a line for each that did so after a tie in one of its calls and no other id: half precision, mostly.
         other_ids: a line for each `generate()` call with other ids that are not ties.
         ties: rows of `generate()` calls whose first differing id was a tie.
         compared: `generate()` calls whose ids were compared.
@@ -42,6 +43,7 @@ class Outcome:
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: {side: Counter() for side in SIDES})
     differences: list[str] = field(default_factory=list)
+    after_ties: list[str] = field(default_factory=list)
     other_ids: list[str] = field(default_factory=list)
     ties: int = 0
     compared: int = 0
@@ -74,9 +76,12 @@ def compare(unpatched: Sequence[dict[str, Any]], patched: Sequence[dict[str, Any
         if before is None or after is None:
             outcome.differences.append(f"{test}: not run {SIDES[before is not None]}")
             continue
-        if (before["outcome"], before["where"]) != (after["outcome"], after["where"]):
-            outcome.differences.append(f"{test}: {_told(before)} unpatched, {_told(after)} patched")
+        ties, others = outcome.ties, len(outcome.other_ids)
         _compare_ids(test, before["calls"], after["calls"], outcome)
+        if (before["outcome"], before["where"]) != (after["outcome"], after["where"]):
+            tied = outcome.ties > ties and len(outcome.other_ids) == others
+            where = outcome.after_ties if tied else outcome.differences
+            where.append(f"{test}: {_told(before)} unpatched, {_told(after)} patched")
     return outcome
 
 
@@ -129,6 +134,8 @@ def render(outcome: Outcome) -> str:
     text += [f"not collected, {line}" for line in outcome.not_collected]
     text.append(f"tests that differ: {len(outcome.differences)}")
     text += [f"  {line}" for line in outcome.differences]
+    text.append(f"tests that differ after a tie, not counted: {len(outcome.after_ties)}")
+    text += [f"  {line}" for line in outcome.after_ties]
     text.append(
         f"generate() calls compared: {outcome.compared}, with other ids: {len(outcome.other_ids)} "
         f"(ties within {TIE:g}, not counted: {outcome.ties})"
@@ -206,7 +213,7 @@ def run(
         output: folder for the reports of both sides (JSON lines and JUnit's XML); None: a temporary one, deleted.
 
     Returns:
-        1 if a test or an id differs or a test was not run on one side, else 0.
+        1 if a test or an id differs, ties and what follows from them apart, or a test was not run on one side; else 0.
 
     Raises:
         UsageError: if there are no such tests, none passes unpatched, or pytest is missing.

@@ -1,5 +1,5 @@
-"""The command line: `python -m hf_paged demo`, `bench cpu`, `bench memory`, `bench trend`, `bench families` and
-`support`."""
+"""The command line: `python -m hf_paged demo`, `bench cpu`, `bench memory`, `bench trend`, `bench families`, `support`
+and `library-tests`."""
 
 import argparse
 import sys
@@ -63,7 +63,43 @@ def _parser() -> argparse.ArgumentParser:
     support.add_argument("--json", metavar="FILE", help="write the results there")
     support.add_argument("--markdown", metavar="FILE", help="write a table there, of this run or of --read")
     support.add_argument("--read", nargs="+", metavar="FILE", help="run nothing: take these JSON files, one a version")
+    library = commands.add_parser(
+        "library-tests", help="run Transformers' own generation tests with and without the paged cache and compare"
+    )
+    library.add_argument("folder", help="a checkout of Transformers at about the installed version")
+    library.add_argument("--family", nargs="+", metavar="NAME", help="these folders of tests/models alone")
+    library.add_argument("--files", nargs="+", metavar="FILE", help="these test files in the checkout alone")
+    library.add_argument("--tests", default="", metavar="REGEX", help="tests of these names alone")
+    library.add_argument(
+        "--without", default="compil", metavar="REGEX", help="no tests of these names (default: those that compile)"
+    )
+    library.add_argument(
+        "--early",
+        action="store_true",
+        help="patch models where they are set to evaluation mode, for tests of forward",
+    )
+    library.add_argument("--block-size", type=int, default=4, metavar="N", help="tokens per block (default 4)")
+    library.add_argument("--seconds", type=float, default=120.0, metavar="N", help="time limit of a test (default 120)")
+    library.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time, with pytest-xdist")
+    library.add_argument("--output", metavar="FOLDER", help="keep the reports of both sides there")
     return parser
+
+
+def _library_tests(options: argparse.Namespace) -> int:
+    from .commands import library_tests
+
+    return library_tests.run(
+        options.folder,
+        families=options.family,
+        files=options.files,
+        tests=options.tests,
+        without=options.without,
+        early=options.early,
+        block_size=options.block_size,
+        seconds=options.seconds,
+        jobs=options.jobs,
+        output=options.output,
+    )
 
 
 def _support(options: argparse.Namespace) -> int:
@@ -130,6 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return demo.run(prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
         if options.command == "support":
             return _support(options)
+        if options.command == "library-tests":
+            return _library_tests(options)
         if options.kind == "memory":
             return _bench_memory(options)
         if options.kind == "trend":

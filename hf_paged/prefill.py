@@ -207,7 +207,9 @@ def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) 
         dim = 1 if name == "position_ids" and entry.ndim == 3 else 0  # [3 or 4 kinds, rows, columns]
         if not dim and entry.shape[0] != rows:
             return entry
-        return _rows_of(entry, chosen, dim) if isinstance(chosen, list) else entry[(slice(None),) * dim + (chosen,)]
+        if isinstance(chosen, list):
+            return _rows_of(entry, chosen, dim)
+        return entry[(slice(None),) * dim + (chosen,)].contiguous()  # as what generate() repeats is; models view it
 
     return {name: of(name, entry) for name, entry in model_kwargs.items()}
 
@@ -228,7 +230,7 @@ def sources(model_kwargs: dict[str, Any], rows: int, copies: int) -> dict[str, A
                 raise ValueError(f"{name} has not a row per copy")
             if not torch.equal(entry.unflatten(0, (-1, copies)), _repeated(entry, copies)):
                 raise ValueError("the copies of a source are not equal")
-            return entry[::copies]
+            return entry[::copies].contiguous()  # as what generate() repeats is; models view it
         if isinstance(entry, dict):  # the encoder's output; what it has of its own layers is not repeated
             parts = {key: first(key, part) if isinstance(part, torch.Tensor) else part for key, part in entry.items()}
             return type(entry)(**parts)

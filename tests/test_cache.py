@@ -769,3 +769,21 @@ def test_a_layer_that_is_behind_can_be_read():
         assert torch.equal(cache.layers[1].keys, before)
         keys, _ = cache.update(new, new, 1)
         assert torch.equal(keys[:, :, :6] + 0, before) and torch.equal(keys[:, :, 6:] + 0, new)
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2, 3], [0, 1], [0, 3]], ids=str)
+def test_a_model_with_fewer_layers_than_its_config_says(kept):
+    """Layers were taken out by hand: what the config names beside them stays empty."""
+    plain = build("llama", num_hidden_layers=4)
+    plain.model.layers = torch.nn.ModuleList([plain.model.layers[index] for index in kept])
+    paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+    for inputs in (prompts(9), prompts(20, 9, 14)):  # the second time prefixes are found, and rows are packed
+        for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}):
+            assert_equal(plain, paged, inputs, max_new_tokens=6, **options)
+    assert paged.paged_stats().fallbacks == {} and paged.paged_stats().prefix_hit_tokens
+    cache = PagedCache(paged.config, pool=paged.paged_pool)
+    run(paged, {**prompts(9), **with_cache(cache)}, max_new_tokens=6)
+    assert cache.get_seq_length() == 14
+    for each in (cache, copy.deepcopy(cache)):
+        each.check()
+        assert [index for index, layer in enumerate(each.layers) if layer.keys is not None] == kept

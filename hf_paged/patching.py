@@ -538,9 +538,11 @@ def _prefill(
             known.note(input_ids.clone(), known.real)
             cache.state.remember()
     mask = model_kwargs.get("attention_mask")
-    if call.owned and call.allows(Shortcut.MASK_ONCE) and (mask is None or mask.shape[-1] <= cache.get_seq_length()):
+    whole = mask is None or mask.shape[-1] == cache.get_seq_length()
+    if call.owned and call.allows(Shortcut.MASK_ONCE) and whole:
         # From here on generate() appends ones to the mask, and the cache dies with the call. (Musicgen reads the last
-        # token of a prompt alone, and what it generates falls under the mask of the others.)
+        # token of a prompt alone, and what it generates falls under the mask of the others; nor is one whole that the
+        # user has given too short.)
         cache.state.trusted = True
     return outputs
 

@@ -281,9 +281,11 @@ class CacheState:
         if padding.shape[0] != batch:
             raise ValueError(f"attention_mask has {padding.shape[0]} rows, the batch has {batch}")
         lacking = past + q_len - padding.shape[1]
-        if lacking > 0:  # the library pads a short mask with zeros
+        hides = lacking > 0
+        if hides:
+            # To the library a short mask hides what it does not name, and the next one, a column longer, may show it.
+            # So nothing of this forward is a pad.
             padding = torch.nn.functional.pad(padding, (0, lacking))
-        hides = False
         known = 0
         if self.real is not None:
             known = self.real.shape[1]
@@ -298,7 +300,7 @@ class CacheState:
         if past > known and not padding[:, known:past].all():
             hides = True
         new = padding[:, past : past + q_len]
-        return (None if new.all() else new), hides
+        return (None if lacking > 0 or new.all() else new), hides
 
     def hidden_ahead(self, padding: torch.Tensor, q_len: int) -> bool:
         """Whether a mask over the columns before and of a forward of `q_len` columns hides any but the known pads."""

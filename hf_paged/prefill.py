@@ -227,6 +227,10 @@ def sources(model_kwargs: dict[str, Any], rows: int, copies: int) -> dict[str, A
     def first(name: str, entry: Any) -> Any:
         if isinstance(entry, torch.Tensor) and entry.ndim:
             if entry.shape[0] != rows:
+                if name == "attention_mask":
+                    # Of the encoder, which is done. A decoder that looked at it would not get along with such a one:
+                    # Whisper leaves it as it is when it repeats its audio, or goes on with a part of it.
+                    return entry
                 raise ValueError(f"{name} has not a row per copy")
             if not torch.equal(entry.unflatten(0, (-1, copies)), _repeated(entry, copies)):
                 raise ValueError("the copies of a source are not equal")

@@ -426,8 +426,6 @@ def dense_attention(
     if _slopes_of(kwargs) is not None:
         attention_mask = _alibi_mask(query, key, attention_mask, kwargs)
         kwargs = {name: entry for name, entry in kwargs.items() if not name.startswith("alibi_")}
-    elif isinstance(attention_mask, LazyMask):
-        attention_mask = attention_mask.materialize("dense attention")
     elif isinstance(attention_mask, TracedMask):
         attention_mask = attention_mask.library()
     for name in ("indices", "block_indices"):
@@ -449,6 +447,10 @@ def dense_attention(
     q_len, kv_len = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    if isinstance(attention_mask, LazyMask):
+        plain = causal and q_len == kv_len and eager is None and kwargs.get("position_bias") is None
+        # SDPA's own causality is the faster, and it is what the library would use.
+        attention_mask = None if plain and attention_mask.plain else attention_mask.materialize("dense attention")
     if attention_mask is None and causal and q_len > 1 and (q_len < kv_len or eager is not None):
         # SDPA would align upper-left and drop keys; an eager function applies no causality of its own.
         columns = torch.arange(kv_len, device=query.device)
@@ -527,6 +529,10 @@ def paged_mask(
     attention function looks at it. Any other pattern (images, packed sequences, bidirectional): the library's full
     mask.
 
+    None for several queries means "causal" to those alone who asked the library for it before. To eager attention it
+    means that nothing is hidden (modules of PegasusX and NLLB-MoE do not even say that they are causal), so a model
+    that was eager, or of which that is not known, gets a `LazyMask` there.
+
     A lazy mask keeps its promise in every hand: a model that slices or adds it gets the right numbers. A compact
     [batch, 1, 1, kv] tensor would not.
     """
@@ -546,7 +552,8 @@ def paged_mask(
         **kwargs,
     )
     # A model that was eager may do some of its attention by itself, with masks to be added.
-    eager = implementations.before(kwargs.get("config")) == "eager"
+    before = implementations.before(kwargs.get("config"))
+    eager = before == "eager"
     library = compat.eager_mask if eager else compat.sdpa_mask
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -574,7 +581,7 @@ def paged_mask(
         and allow_is_causal_skip
         and dynamic
         and window is None
-        and (q_length == 1 or q_length == kv_length)
+        and (q_length == 1 or (q_length == kv_length and before not in (None, "eager")))
     ):
         return None
     if not dynamic or (compiling and pattern == "chunked"):  # a static cache: keys of the future are there, too

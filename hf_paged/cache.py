@@ -126,7 +126,8 @@ class PagedLayer(compat.CacheLayerMixin):
             )
         if self._pending is not None:
             self.commit(UNKNOWN_PADDING)
-        if self._encoder_decoder and self.columns == self.state.columns and self.state.in_mid_forward:
+        unwrapped = self._encoder_decoder and not self.state.wrapped
+        if unwrapped and self.columns == self.state.columns and self.state.first_of_a_step:
             # Cross-attention is about to write where self-attention has just written.
             raise self._out_of_step(self.columns)
         batch, heads, q_len = sizes
@@ -484,8 +485,9 @@ class PagedCache(compat.DynamicCache):
         self._settle()
         self.state.columns, self.state.step = columns, None
         for layer in self.paged_layers:
-            layer.columns = columns
             layer._store = layer._store or self.pool.stores.get(layer.index)  # may be read before it is written to
+            if layer._store is not None:  # the model may have fewer layers than its config says
+                layer.columns = columns
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was ([batch], any int dtype, any device). Only tables change.

@@ -150,16 +150,25 @@ def library_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:
-    """Positions up to which a rotary embedding does not depend on the length of the sequence; None: it never does."""
+    """Tokens up to which a rotary embedding depends on nothing but positions; None: it never does.
+
+    Beyond them it depends on the length of the sequence. A dynamic one of just its original length also depends on the
+    forwards before: the library goes back to the original frequencies for a shorter sequence alone.
+    """
     text = config.get_text_config(decoder=True)
     given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     nested = [entry for entry in given.values() if isinstance(entry, dict)]
     limits = []
     for entry in [given, *nested]:
-        if entry.get("rope_type", entry.get("type")) in ("dynamic", "longrope"):
+        kind = entry.get("rope_type", entry.get("type")) or ""
+        if kind == "longrope" or "dynamic" in kind:
             original = entry.get("original_max_position_embeddings")
-            original = original or getattr(text, "original_max_position_embeddings", None)
-            limits.append(int(original or text.max_position_embeddings))
+            original = int(original or getattr(text, "original_max_position_embeddings", None) or 0)
+            longest = int(text.max_position_embeddings)
+            if kind == "longrope":
+                limits.append(original or longest)
+            else:
+                limits.append(min(original or longest, longest) - 1)
     return min(limits, default=None)
 
 

@@ -95,6 +95,11 @@ class LazyMask(LazyTensor):
         self.window, self.chunked, self.padding, self.build = window, chunked, padding, build
         return self
 
+    @property
+    def plain(self) -> bool:
+        """Causal and no more: nothing is hidden but what comes later."""
+        return self.window is None and self.padding is None
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -493,6 +493,7 @@ def _prepare_cache_for_generation(
         cache = _paged_part(given)
         if cache is not None:
             cache.state.expected_columns = max_cache_length
+            cache.state.wrapped = cache is not model_kwargs[name]
             if cache.pool.owner is None:
                 cache.pool.owner = weakref.ref(self)
             call = Call(state.gate, cache, copies, False, generation_mode, state.graphs, *_asked(generation_config))
@@ -517,6 +518,7 @@ def _prepare_cache_for_generation(
         cache.activate_past_recording()
     if isinstance(made, compat.EncoderDecoderCache):
         made.self_attention_cache = cache
+        cache.state.wrapped = True
         made.cross_attention_cache = CrossCache(len(cache.layers), state.pool)
     else:
         model_kwargs[name] = cache
@@ -608,16 +610,18 @@ def _prefill(
         else:
             if before is None:
                 before = prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
-            outputs = compute(input_ids[::repeats], before)
+            outputs = compute(input_ids[::repeats].contiguous(), before)
             cache.batch_repeat_interleave(repeats)
             outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
         if known.identity is not None:
             known.note(input_ids.clone(), known.real)
             cache.state.remember()
     mask = model_kwargs.get("attention_mask")
-    if call.owned and call.allows(Shortcut.MASK_ONCE) and (mask is None or mask.shape[-1] <= cache.get_seq_length()):
+    whole = mask is None or mask.shape[-1] == cache.get_seq_length()
+    if call.owned and call.allows(Shortcut.MASK_ONCE) and whole:
         # From here on generate() appends ones to the mask, and the cache dies with the call. (Musicgen reads the last
-        # token of a prompt alone, and what it generates falls under the mask of the others.)
+        # token of a prompt alone, and what it generates falls under the mask of the others; nor is one whole that the
+        # user has given too short.)
         cache.state.trusted = True
     return outputs
 

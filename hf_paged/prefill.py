@@ -213,7 +213,9 @@ def of_rows(model_kwargs: dict[str, Any], rows: int, chosen: list[int] | slice) 
         dim = 1 if name == "position_ids" and entry.ndim == 3 else 0  # [3 or 4 kinds, rows, columns]
         if not dim and entry.shape[0] != rows:
             return entry
-        return _rows_of(entry, chosen, dim) if isinstance(chosen, list) else entry[(slice(None),) * dim + (chosen,)]
+        if isinstance(chosen, list):
+            return _rows_of(entry, chosen, dim)
+        return entry[(slice(None),) * dim + (chosen,)].contiguous()  # as what generate() repeats is; models view it
 
     return {name: of(name, entry) for name, entry in model_kwargs.items()}
 
@@ -231,10 +233,14 @@ def sources(model_kwargs: dict[str, Any], rows: int, copies: int) -> dict[str, A
     def first(name: str, entry: Any) -> Any:
         if isinstance(entry, torch.Tensor) and entry.ndim:
             if entry.shape[0] != rows:
+                if name == "attention_mask":
+                    # Of the encoder, which is done. A decoder that looked at it would not get along with such a one:
+                    # Whisper leaves it as it is when it repeats its audio, or goes on with a part of it.
+                    return entry
                 raise ValueError(f"{name} has not a row per copy")
             if not torch.equal(entry.unflatten(0, (-1, copies)), _repeated(entry, copies)):
                 raise ValueError("the copies of a source are not equal")
-            return entry[::copies]
+            return entry[::copies].contiguous()  # as what generate() repeats is; models view it
         if isinstance(entry, dict):  # the encoder's output; what it has of its own layers is not repeated
             parts = {key: first(key, part) if isinstance(part, torch.Tensor) else part for key, part in entry.items()}
             return type(entry)(**parts)

@@ -123,6 +123,7 @@ class CacheState:
         real: [batch, n] bool on the CPU: which of the first n columns are tokens; later columns all are. None: all.
         inner_pads: a pad follows a token in some row.
         finished: rows that gave their blocks back and take no more tokens.
+        wrapped: known to be the self-attention half of an `EncoderDecoderCache`.
         recording: sliding layers keep what leaves the window until the next crop (assisted decoding).
         expected_columns: how many columns the caller may fill in all, a hint for where to put blocks; None: unknown.
         step: the forward written last; None: rows or lengths have changed since.
@@ -146,7 +147,7 @@ class CacheState:
         self.windows = [group.window for group in pool.groups]
         self.fallbacks: Counter[str] = Counter()
         self.expected_columns: int | None = None
-        self.recording = False
+        self.recording = self.wrapped = False
         self.follows = self.watched = False  # set by each call
         self.hooks: tuple[tuple[int, ...], ...] = ()
         self.known = KnownTokens()
@@ -171,9 +172,9 @@ class CacheState:
         self.known.clear()
 
     @property
-    def in_mid_forward(self) -> bool:
-        """Some layers have written in this step and some have not."""
-        return self.step is not None and self.writes < len(self.pool.group_of)
+    def first_of_a_step(self) -> bool:
+        """One layer alone has written in this step, and there are others. (How many, a config need not say right.)"""
+        return self.step is not None and self.writes == 1 < len(self.pool.group_of)
 
     def wrote(self) -> None:
         """A layer has written its part of the step."""
@@ -280,9 +281,11 @@ class CacheState:
         if padding.shape[0] != batch:
             raise ValueError(f"attention_mask has {padding.shape[0]} rows, the batch has {batch}")
         lacking = past + q_len - padding.shape[1]
-        if lacking > 0:  # the library pads a short mask with zeros
+        hides = lacking > 0
+        if hides:
+            # To the library a short mask hides what it does not name, and the next one, a column longer, may show it.
+            # So nothing of this forward is a pad.
             padding = torch.nn.functional.pad(padding, (0, lacking))
-        hides = False
         known = 0
         if self.real is not None:
             known = self.real.shape[1]
@@ -297,7 +300,7 @@ class CacheState:
         if past > known and not padding[:, known:past].all():
             hides = True
         new = padding[:, past : past + q_len]
-        return (None if new.all() else new), hides
+        return (None if lacking > 0 or new.all() else new), hides
 
     def hidden_ahead(self, padding: torch.Tensor, q_len: int) -> bool:
         """Whether a mask over the columns before and of a forward of `q_len` columns hides any but the known pads."""
@@ -524,6 +527,7 @@ class CacheState:
         other.columns, other.rows, other.lead = self.columns, self.rows, list(self.lead)
         other.real, other.inner_pads, other.finished = self.real, self.inner_pads, list(self.finished)
         other.recording, other.expected_columns, other.blind = self.recording, self.expected_columns, self.blind
+        other.wrapped = self.wrapped
         return other
 
     # -- dense views ------------------------------------------------------------------------------------------------

@@ -769,3 +769,57 @@ def test_a_layer_that_is_behind_can_be_read():
         assert torch.equal(cache.layers[1].keys, before)
         keys, _ = cache.update(new, new, 1)
         assert torch.equal(keys[:, :, :6] + 0, before) and torch.equal(keys[:, :, 6:] + 0, new)
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2, 3], [0, 1], [0, 3]], ids=str)
+def test_a_model_with_fewer_layers_than_its_config_says(kept):
+    """Layers were taken out by hand: what the config names beside them stays empty."""
+    plain = build("llama", num_hidden_layers=4)
+    plain.model.layers = torch.nn.ModuleList([plain.model.layers[index] for index in kept])
+    paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+    for inputs in (prompts(9), prompts(20, 9, 14)):  # the second time prefixes are found, and rows are packed
+        for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}):
+            assert_equal(plain, paged, inputs, max_new_tokens=6, **options)
+    assert paged.paged_stats().fallbacks == {} and paged.paged_stats().prefix_hit_tokens
+    cache = PagedCache(paged.config, pool=paged.paged_pool)
+    run(paged, {**prompts(9), **with_cache(cache)}, max_new_tokens=6)
+    assert cache.get_seq_length() == 14
+    for each in (cache, copy.deepcopy(cache)):
+        each.check()
+        assert [index for index, layer in enumerate(each.layers) if layer.keys is not None] == kept
+
+
+def _steps(model, cache, ids, mask):
+    """Logits of a prompt, and of further forwards under one mask that does not grow."""
+    logits = [model(input_ids=ids, **with_cache(cache)).logits]
+    for count in (1, 3, 1):
+        logits.append(model(input_ids=ids[:, :count], attention_mask=mask, **with_cache(cache)).logits)
+    return logits
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_masks_shorter_than_the_ids(family, attn):
+    """To the library they hide what they do not name; a later one may show it."""
+    plain, paged = pair(family, attn=attn, block_size=4)
+    ids = prompts(11, 11)["input_ids"]
+    for length in (1, 8, 11):
+        for lead in (0, 1):
+            mask = torch.ones(2, length, dtype=torch.long)
+            mask[0, :lead] = 0
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            for options in (
+                ({}, {"num_beams": 3}) if length in (1, 11) else ()
+            ):  # else the library's positions do not fit
+                assert_equal(plain, paged, inputs, max_new_tokens=6, **options)
+            with torch.no_grad():
+                expected = _steps(plain, compat.DynamicCache(config=plain.config), ids, mask)
+                got = _steps(paged, PagedCache(paged.config, pool=paged.paged_pool), ids, mask)
+            for left, right in zip(expected, got, strict=True):
+                torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
+
+
+def test_a_whole_mask_is_no_reason_to_be_dense():
+    _, paged = pair("llama", block_size=4)
+    run(paged, {"input_ids": prompts(9)["input_ids"], "attention_mask": torch.ones(1, 9)}, max_new_tokens=4)
+    assert paged.paged_stats().fallbacks == {}

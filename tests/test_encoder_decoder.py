@@ -237,6 +237,167 @@ def test_unequal_groups_are_counted_and_right():
     assert reason.startswith("cross-attention repeated for every row")
 
 
+# -- decoder prompts under models that only know eager attention -------------------------------------------------------
+
+_SMALL = dict(
+    vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, pad_token_id=PAD,
+    bos_token_id=BOS, eos_token_id=EOS, decoder_start_token_id=EOS, forced_eos_token_id=None,
+)  # fmt: skip
+# Their decoders' self-attention does not say that it is causal: the mask alone does.
+EAGER_ONLY = {
+    "PegasusX": {},
+    "BigBirdPegasus": {"attention_type": "original_full"},
+    "NllbMoe": {"num_experts": 2, "encoder_sparse_step": 0, "decoder_sparse_step": 0},
+}
+
+
+def small(family, **fields):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**_SMALL, **EAGER_ONLY.get(family, {}), **fields})
+    return randomise(getattr(transformers, f"{family}ForConditionalGeneration")(config).eval())
+
+
+def moved_by_a_later_token(model, **options):
+    """How much the first position's logits change with the last token of a decoder prompt."""
+    source = prompts(8, side="right")
+    with torch.no_grad():
+        first, other = (
+            model(**source, decoder_input_ids=torch.tensor([[EOS, 7, 9, last]]), **options).logits[:, 0]
+            for last in (11, 50)
+        )
+    return (first - other).abs().max().item()
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("family", [*EAGER_ONLY, "Bart"])
+def test_no_position_sees_a_later_one(family, use_cache):
+    plain = small(family)
+    assert moved_by_a_later_token(plain, use_cache=use_cache) < 1e-5
+    assert moved_by_a_later_token(hf_paged.patch(plain), use_cache=use_cache) < 1e-5
+
+
+@pytest.mark.parametrize("family", [*EAGER_ONLY, "Bart"])
+def test_no_position_sees_a_later_one_where_nothing_was_before(family):
+    """Loaded with our attention, a model has no implementation from before."""
+    config = small(family).config
+    config._attn_implementation = "hf_paged"
+    model = randomise(getattr(transformers, f"{family}ForConditionalGeneration")(config).eval())
+    assert model.config._attn_implementation == "hf_paged"
+    assert moved_by_a_later_token(model, use_cache=True) < 1e-5
+    assert moved_by_a_later_token(model, use_cache=False) < 1e-5
+
+
+@pytest.mark.parametrize("family", EAGER_ONLY)
+def test_decoder_prompts_of_models_that_were_eager(family):
+    plain = small(family)
+    paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+    decoder = torch.tensor([[EOS, 5, 9, 11, 5, 9], [EOS, 7, 7, 3, 7, 7]])
+    inputs = {**prompts(5, 9, side="right"), "decoder_input_ids": decoder}
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}):
+        assert_equal(plain, paged, inputs, max_new_tokens=8, **options)
+    one = {name: tensor[:1] for name, tensor in inputs.items()}
+    assert_equal(plain, paged, one, max_new_tokens=12, prompt_lookup_num_tokens=3)
+    paged.paged_pool.fallbacks.clear()
+    run(paged, inputs, max_new_tokens=8)
+    assert not any("dense" in reason for reason in paged.paged_stats().fallbacks)  # over blocks
+
+
+def decoder_masks(columns):
+    """Masks of a decoder prompt of `columns` ids: shorter ones, and a whole one."""
+    for length in (1, columns - 2, columns):
+        mask = torch.ones(2, length, dtype=torch.long)
+        yield mask
+        mask = mask.clone()
+        mask[0, 0] = 0
+        yield mask
+
+
+@pytest.mark.parametrize("attn", [None, "eager"])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_decoder_masks_shorter_than_the_ids(family, attn):
+    """They hide the ids behind their end, until the ones that are appended in each step reach there."""
+    plain = make(family, attn=attn)
+    decoder = torch.tensor([[1, 5, 9, 11, 5, 9], [1, 7, 7, 3, 7, 7]])
+    everything = {"return_dict_in_generate": True, "output_logits": True}
+    for mask in decoder_masks(6):
+        paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+        inputs = {**prompts(6, 9, side="right"), "decoder_input_ids": decoder, "decoder_attention_mask": mask}
+        for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
+            assert_equal(plain, paged, inputs, max_new_tokens=6, **options)
+        dense = any("hides tokens" in reason for reason in paged.paged_stats().fallbacks)
+        # Up to 5.23 T5 does its own attention, which stores every column.
+        assert dense == (mask.shape[1] < 6 and not (family == "t5" and compat.CACHE_ARGUMENT != "cache"))
+        outputs = []
+        for model in (plain, paged):
+            whole = {name: entry for name, entry in inputs.items() if name != "decoder_attention_mask"}
+            first = run(model, whole, max_new_tokens=3, **everything)
+            longer = torch.cat([first.sequences, first.sequences[:, -3:]], dim=1)
+            again = {**inputs, "decoder_input_ids": longer, **with_cache(cache_of(first))}
+            outputs.append(run(model, again, max_new_tokens=4, **everything))
+        assert_close(*outputs)
+        del first, again, outputs
+
+
+# -- decoders behind an encoder of another family, with configs that count something else ------------------------------
+
+
+def image_to_text(decoder):
+    encoder = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8
+    )
+    torch.manual_seed(0)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    model = randomise(transformers.VisionEncoderDecoderModel(config=config).eval())
+    settings = {"decoder_start_token_id": BOS, "bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS}
+    for name, number in settings.items():
+        setattr(model.generation_config, name, number)
+        setattr(model.config, name, number)
+    return model
+
+
+def mbart_decoder(layers, encoder_layers):
+    """The library's own conversion of Donut leaves `encoder_layers` at its default, and counts by it."""
+    return transformers.MBartConfig(
+        **{**_SMALL, "decoder_layers": layers, "encoder_layers": encoder_layers}, is_decoder=True,
+        add_cross_attention=True,
+    )  # fmt: skip
+
+
+def gpt2_decoder():
+    return transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True, is_decoder=True,
+    )  # fmt: skip
+
+
+DECODERS = {
+    "2 layers of 5": lambda: mbart_decoder(2, 5),
+    "1 layer of 5": lambda: mbart_decoder(1, 5),
+    "2 layers": lambda: mbart_decoder(2, 2),
+    "gpt2": gpt2_decoder,  # views what it is given of the encoder
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_image_to_text(decoder):
+    plain = image_to_text(DECODERS[decoder]())
+    paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    task = {"decoder_input_ids": torch.tensor([[BOS, 9, 11]] * 2)}
+    for options in MODES.values():
+        assert_equal(plain, paged, {"pixel_values": pixels}, max_new_tokens=8, **options)
+        assert_equal(plain, paged, {"pixel_values": pixels, **task}, max_new_tokens=8, **options)
+    assert paged.paged_stats().fallbacks == {}  # sources once, over blocks
+
+
+def test_layers_that_update_twice_in_a_forward_are_named():
+    """Self- and cross-attention in one cache, that nobody has wrapped."""
+    model = small("Bart", decoder_layers=3)
+    with pytest.raises(RuntimeError, match="EncoderDecoderCache"), torch.no_grad():
+        decoder = {"decoder_input_ids": torch.tensor([[EOS]]), "use_cache": True}
+        model(**prompts(8), **decoder, **with_cache(PagedCache(model.config)))
+
+
 # -- the layer by itself -----------------------------------------------------------------------------------------------
 
 

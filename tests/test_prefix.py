@@ -510,6 +510,47 @@ def test_rope_that_depends_on_the_length(rope):
     assert torch.equal(run(plain, inputs, max_new_tokens=5), run(paged, inputs, max_new_tokens=5))
 
 
+LIMIT = 24
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+    "longrope": {**LONGROPE, "original_max_position_embeddings": LIMIT, "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("before", [0, LIMIT + 9], ids="a call of {} before".format)
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_at_just_its_original_length(kind, before):
+    """A dynamic one that a longer call has stretched goes back for a sequence that is shorter, not for this one."""
+    longest = LIMIT if kind == "dynamic" else 2 * LIMIT
+    overrides = {"rope_parameters": ROPES[kind], "max_position_embeddings": longest}
+    everything = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
+    row = random_row(LIMIT + 9, 1)
+    for length in (LIMIT - 1, LIMIT, LIMIT + 1):
+        for inputs, options in (
+            (ids_of(row[:length]), {}),
+            (ids_of(row[:length]), {"num_beams": 3}),
+            (prompts(length, 7, length - 5), {}),
+        ):
+            plain, paged = pair("llama", overrides=overrides, block_size=4)
+            for each in (plain, paged) if before else ():
+                run(each, ids_of(row[:before]), max_new_tokens=1)
+            for shown in (inputs, ids_of(row[: LIMIT + 9]), inputs, ids_of(row[:10]), inputs):
+                expected, got = run(plain, shown, **everything, **options), run(paged, shown, **everything, **options)
+                assert_close(expected, got)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_below_its_original_length_is_shared(kind):
+    overrides = {"rope_parameters": ROPES[kind], "max_position_embeddings": LIMIT}
+    _, paged = pair("llama", overrides=overrides, block_size=4)
+    row = random_row(LIMIT, 1)
+    for _ in range(3):  # in the first the library makes a tensor, so that the model is another then
+        run(paged, ids_of(row[: LIMIT - 1]), max_new_tokens=1, num_beams=3)
+    assert paged.paged_stats().prefix_hit_tokens >= LIMIT - 2
+    assert not paged.paged_stats().fallbacks
+
+
 def test_a_constant_hash_still_gives_right_answers(monkeypatch):
     """C3."""
     plain, paged = pair("llama", block_size=2)

@@ -28,12 +28,13 @@ def main(names: list[str]) -> int:
     if unknown := sorted(set(names) - set(CLIENTS)):
         print(f"No client named {', '.join(unknown)}; there are: {' '.join(CLIENTS)}.")
         return 2
-    opening()
+    facts = opening()
     load_real_model()  # converted here, once, if it was not yet
     start, rows = time.monotonic(), []
     for name in names or CLIENTS:
         print(f"\n== {name}", flush=True)
         rows += run(name)
+    print("\n" + ", ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"\n{table(rows)}")
     failed = [row for row in rows if not row.passed]
     minutes = (time.monotonic() - start) / 60

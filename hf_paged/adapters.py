@@ -33,6 +33,7 @@ _WEIGHTS = "_hf_paged_weights"  # on an attention module, while it is asked for 
 
 def install(model: PreTrainedModel) -> None:
     """Bind what this model's attention modules need; nothing for most models."""
+    compat.admit(model, implementations.NAME)
     for module in model.modules():
         if hasattr(module, "layer_idx") or "Attention" in type(module).__name__:
             traced.name(module)

@@ -552,8 +552,9 @@ def paged_mask(
         **kwargs,
     )
     # A model that was eager may do some of its attention by itself, with masks to be added.
-    before = implementations.before(kwargs.get("config"))
-    eager = before == "eager"
+    config = kwargs.get("config")
+    before = implementations.before(config)
+    eager = compat.adds_masks(config, before)
     library = compat.eager_mask if eager else compat.sdpa_mask
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -573,18 +574,19 @@ def paged_mask(
     ):
         attention_mask = None
     dynamic = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
-    config = kwargs.get("config")
     if (
         not compiling
         and attention_mask is None
-        and not compat.adds_to_masks(config, eager)
+        and not compat.needs_masks(config)
         and allow_is_causal_skip
         and dynamic
         and window is None
         and (q_length == 1 or (q_length == kv_length and before not in (None, "eager")))
     ):
         return None
-    if not dynamic or (compiling and pattern == "chunked"):  # a static cache: keys of the future are there, too
+    if not dynamic:  # a static cache: keys of the future are there, too, and our functions hide nothing by themselves
+        return library(**{**arguments, "allow_is_causal_skip": False})
+    if compiling and pattern == "chunked":
         return library(**arguments)
     shape = (batch_size, 1, q_length, kv_length)
     dtype = kwargs.get("dtype", torch.float32) if eager else torch.bool

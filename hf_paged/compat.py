@@ -54,17 +54,31 @@ CACHE_ARGUMENT: str = (
 SDPA_IGNORES_SOFTCAP: bool = "softcap" not in inspect.getsource(sdpa_attention_forward)
 """Up to 5.23 the library's SDPA function drops a model's softcap without a word; later versions raise."""
 
-_ADDS_TO_MASKS = frozenset(("bloom", "mpt"))
+_OWN_ATTENTION = frozenset(("bloom", "falcon", "mpt"))
 
 
-def adds_to_masks(config: Any, eager: bool) -> bool:
-    """Whether a model type expects a mask in every forward: one of None hides nothing from it, or makes it fail.
+def adds_masks(config: Any, before: str | None) -> bool:
+    """Whether a model adds its masks to scores, as eager attention does.
 
     Args:
-        eager: it was eager before `patch`.
+        before: the attention implementation that its config named before `patch`; None: not known.
     """
-    kind = getattr(config, "model_type", None)
-    return kind in _ADDS_TO_MASKS or (eager and kind == "falcon")
+    # These look at no registry, so a model that merely has the config of a patched one attends for itself.
+    return before == "eager" or getattr(config, "model_type", None) in _OWN_ATTENTION
+
+
+def needs_masks(config: Any) -> bool:
+    """Whether a model type expects a mask in every forward: one of None hides nothing from it, or makes it fail."""
+    return getattr(config, "model_type", None) in _OWN_ATTENTION
+
+
+def admit(model: torch.nn.Module, name: str) -> None:
+    """Let models be made from a config that names an attention implementation, where modeling files choose the class of
+    attention by it (falcon, gpt_neo, git)."""
+    for file in {type(module).__module__ for module in model.modules()}:
+        for attribute, classes in vars(sys.modules[file]).items() if file in sys.modules else ():
+            if attribute.endswith("_ATTENTION_CLASSES") and isinstance(classes, dict) and "eager" in classes:
+                classes.setdefault(name, classes["eager"])
 
 
 # Layer type -> whether it has a window. Hybrid layers have a recurrent state beside their keys and values.

@@ -347,9 +347,9 @@ def decoders() -> tuple[str, ...]:
 
 
 def _generates(one: Any) -> bool:
-    if not isinstance(one, type) or not issubclass(one, transformers.PreTrainedModel):
+    if not (isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)):
         return False
-    return issubclass(one, transformers.GenerationMixin) or bool(one.can_generate())
+    return issubclass(one, (transformers.GenerationMixin,)) or bool(getattr(one, "can_generate", bool)())
 
 
 def _model_type(model_class: Any) -> str:

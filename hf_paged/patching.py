@@ -531,7 +531,7 @@ def _prefill(
                 before = prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
             outputs = compute(input_ids[::repeats], before)
             cache.batch_repeat_interleave(repeats)
-            outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
+            prefill.give_rows(self, outputs, _copied(input_ids.shape[0], repeats))
         if known.identity is not None:
             known.note(input_ids.clone(), known.real)
             cache.state.remember()
@@ -573,7 +573,7 @@ def _prefill_sources(
         ids = keywords.pop("the prompt")
         outputs = compute(ids, keywords)
         both.batch_repeat_interleave(copies)
-        outputs.logits = outputs.logits.repeat_interleave(copies, dim=0)
+        prefill.give_rows(self, outputs, _copied(input_ids.shape[0], copies))
         return outputs
     cache.pool.count_fallback(f"a source is read once per beam or sample: {reason}", cache.state.fallbacks)
     outputs = compute(input_ids, model_kwargs)
@@ -581,6 +581,11 @@ def _prefill_sources(
     if not isinstance(keywords, str) and isinstance(cross, CrossCache):
         cross.merge(copies)
     return outputs
+
+
+def _copied(rows: int, copies: int) -> list[int]:
+    """For each of `rows` rows, `copies` of each source side by side, its source."""
+    return [row // copies for row in range(rows)]
 
 
 def _why_not_once(input_ids: torch.Tensor, model_kwargs: dict[str, Any], copies: int, cache: PagedCache) -> str | None:

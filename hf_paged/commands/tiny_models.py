@@ -365,9 +365,8 @@ def decoders() -> tuple[str, ...]:
 
 
 def _generates(one: Any) -> bool:
-    if not isinstance(one, type) or not issubclass(one, transformers.PreTrainedModel):
-        return False
-    return issubclass(one, transformers.GenerationMixin) or bool(one.can_generate())
+    is_model = isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)
+    return is_model and (issubclass(one, transformers.GenerationMixin) or bool(one.can_generate()))
 
 
 def missed() -> list[str]:

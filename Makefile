@@ -2,7 +2,7 @@
 # make test    the test suite
 # make lint    ruff and mypy
 # make support every model family of the installed Transformers, tiny and random, with and without the cache (5 minutes;
-#              SUPPORT_ARGS=--third for a third)
+#              SUPPORT_ARGS=--quarter for a quarter)
 # make bench   time and memory on the CPU, with and without the cache
 # make clients libraries that call generate() (TRL, PEFT, lm_eval, outlines, LangChain, `transformers serve` ...) on patched models:
 #              equal to unpatched, and the time of each (20 minutes on 2 cores, and 4 for its own environment;

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     support.add_argument("--only", nargs="+", metavar="NAME", help="these model types or classes alone")
     support.add_argument(
-        "--third", action="store_true", help="a third of them: every kind of attention, the same each time"
+        "--quarter", action="store_true", help="a quarter of them: every kind of attention, the same each time"
     )
     support.add_argument("--jobs", type=int, default=1, metavar="N", help="models at a time (default 1)")
     support.add_argument("--json", metavar="FILE", help="write the results there")
@@ -107,7 +107,7 @@ def _support(options: argparse.Namespace) -> int:
 
     return support.run(
         only=options.only,
-        third=options.third,
+        quarter=options.quarter,
         jobs=options.jobs,
         json_file=options.json,
         markdown_file=options.markdown,

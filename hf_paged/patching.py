@@ -559,7 +559,7 @@ def _prefill(
     if past and not self.config.is_encoder_decoder and "inputs_embeds" not in model_kwargs:
         mask = model_kwargs.get("attention_mask")
         length = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
-        if length == input_ids.shape[1] <= past:
+        if length == input_ids.shape[1] <= past - cache.state.added:
             # Everything is in the cache already: compute the last token again, as at least one must be.
             cache.crop(input_ids.shape[1] - 1 - past)
             past = cache.get_seq_length()
@@ -612,7 +612,7 @@ def _prefill(
                 before = prefill.of_rows(model_kwargs, input_ids.shape[0], slice(None, None, repeats))
             outputs = compute(input_ids[::repeats].contiguous(), before)
             cache.batch_repeat_interleave(repeats)
-            outputs.logits = outputs.logits.repeat_interleave(repeats, dim=0)
+            prefill.give_rows(self, outputs, _copied(input_ids.shape[0], repeats))
         if known.identity is not None:
             known.note(input_ids.clone(), known.real)
             cache.state.remember()
@@ -656,7 +656,7 @@ def _prefill_sources(
         ids = keywords.pop("the prompt")
         outputs = compute(ids, keywords)
         both.batch_repeat_interleave(copies)
-        outputs.logits = outputs.logits.repeat_interleave(copies, dim=0)
+        prefill.give_rows(self, outputs, _copied(input_ids.shape[0], copies))
         return outputs
     cache.pool.count_fallback(f"a source is read once per beam or sample: {reason}", cache.state.fallbacks)
     outputs = compute(input_ids, model_kwargs)
@@ -664,6 +664,11 @@ def _prefill_sources(
     if not isinstance(keywords, str) and isinstance(cross, CrossCache):
         cross.merge(copies)
     return outputs
+
+
+def _copied(rows: int, copies: int) -> list[int]:
+    """For each of `rows` rows, `copies` of each source side by side, its source."""
+    return [row // copies for row in range(rows)]
 
 
 def _why_not_once(input_ids: torch.Tensor, model_kwargs: dict[str, Any], copies: int, cache: PagedCache) -> str | None:

@@ -132,6 +132,31 @@ def why_not_shared(
     return None
 
 
+def give_rows(model: Any, outputs: Any, rows: list[int]) -> None:
+    """Give each row of a call what a forward has put out for the row it equals.
+
+    Of a model with a decoding loop of its own that is everything, as nobody knows what it reads (Moshi and Pocket TTS
+    take the last hidden state); of others the logits.
+
+    Args:
+        outputs: of a forward over the distinct rows; changed in place.
+        rows: for each row of the call the distinct one it equals.
+    """
+    computed = outputs.logits.shape[0]
+
+    def of(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return tuple(of(part) for part in entry)
+        if isinstance(entry, torch.Tensor) and entry.ndim and entry.shape[0] == computed:
+            return _rows_of(entry, rows)
+        return entry
+
+    methods = ("_sample", "_update_model_kwargs_for_generation")
+    own = any(getattr(type(model), name) is not getattr(compat.GenerationMixin, name) for name in methods)
+    for name in list(outputs) if own and isinstance(outputs, dict) else ["logits"]:
+        setattr(outputs, name, of(getattr(outputs, name)))
+
+
 def asks_hidden_states(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether a prefill's hidden states are wanted, by the caller or by a decoding loop of the model's own, which asks
     for them as a keyword and reads them for each row (CSM)."""
@@ -447,7 +472,7 @@ def prefill(
             state.remember()
         if len(prompt.chosen) < rows:
             cache.batch_select_indices(prompt.origin)
-            outputs.logits = _rows_of(outputs.logits, prompt.origin)
+            give_rows(model, outputs, prompt.origin)
     except BaseException:
         cache.reset()
         raise

@@ -126,6 +126,7 @@ class CacheState:
         wrapped: known to be the self-attention half of an `EncoderDecoderCache`.
         recording: sliding layers keep what leaves the window until the next crop (assisted decoding).
         expected_columns: how many columns the caller may fill in all, a hint for where to put blocks; None: unknown.
+        added: columns that the model itself has put before the prompt of a call (CPM-Ant does).
         step: the forward written last; None: rows or lengths have changed since.
         writes: layers that have written in `step`.
         blind: a forward whose mask was not known has stored all its columns, pads too.
@@ -147,6 +148,7 @@ class CacheState:
         self.windows = [group.window for group in pool.groups]
         self.fallbacks: Counter[str] = Counter()
         self.expected_columns: int | None = None
+        self.added = 0
         self.recording = self.wrapped = False
         self.follows = self.watched = False  # set by each call
         self.hooks: tuple[tuple[int, ...], ...] = ()
@@ -527,6 +529,7 @@ class CacheState:
         other.columns, other.rows, other.lead = self.columns, self.rows, list(self.lead)
         other.real, other.inner_pads, other.finished = self.real, self.inner_pads, list(self.finished)
         other.recording, other.expected_columns, other.blind = self.recording, self.expected_columns, self.blind
+        other.added = self.added
         other.wrapped = self.wrapped
         return other
 

@@ -56,6 +56,9 @@ def paged_attention_forward(
             return _outside(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         if isinstance(attention_mask, TracedMask):
             attention_mask = attention_mask.lazy()
+        if key.viewed or value.viewed:
+            key.settle()
+            value.settle()
         heads = LatentHeads(module) if key.layer.latent else None
         out = _over_blocks(module, query, key, attention_mask, dropout, scaling, kwargs, heads)
         if out is not None:
@@ -191,7 +194,7 @@ def _why_dense(
     kwargs: dict[str, Any],
 ) -> str | None:
     """Why this call cannot be computed over blocks; None: it can."""
-    if mask is not None and type(mask) is not LazyMask:
+    if mask is not None and (type(mask) is not LazyMask or (mask.viewed and mask.written)):
         return "a custom attention mask"
     if (None if mask is None or not mask.chunked else mask.window) != key.layer.chunk:
         return "a mask of other chunks than the layer's"

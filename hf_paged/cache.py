@@ -2,6 +2,7 @@
 
 import copy
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -12,9 +13,10 @@ from .blocks import OutOfBlocks
 from .config import PagedConfig
 from .cross import CrossLayer
 from .generation import salts
-from .lazy import LazyKV, LazyMask
+from .lazy import LazyKV, LazyMask, LazySnapshot
 from .plan import GroupPlan, StepPlan
 from .pool import KVPool
+from .snapshot import Root, Snapshot
 from .state import UNKNOWN_PADDING, CacheState, UnknownPadding
 from .stats import PagedStats
 from .store import LayerStore
@@ -52,6 +54,8 @@ class PagedLayer(compat.CacheLayerMixin):
         self.sliding_window = window
         self.columns = 0  # the library's length of this layer, pads and the pending step included
         self.steps = 0
+        self.content = 0  # changes of what the snapshots of this layer show
+        self._shown: dict[tuple[int, int, int], weakref.ref[Root]] = {}  # of snapshots in use, by what they show
         self._encoder_decoder = state.pool.model_config.is_encoder_decoder
         self._peeked = state.pool.has_cross_layers and window is None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -73,13 +77,33 @@ class PagedLayer(compat.CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """A dense snapshot, [batch, num_kv_heads, visible tokens, key_dim], zeros at pads; None while empty."""
+        """A dense snapshot, [batch, num_kv_heads, visible tokens, key_dim], zeros at pads; None while empty.
+
+        It is read as any tensor. What is written to it in place, or to a view of it, is stored (see `snapshot`) as long
+        as the cache has not changed since; blocks that others share are copied before. What is written at pads is
+        left aside. Keys may also be assigned, a tensor of the same shape, dtype and device. A cache that was written to
+        is not found again as a prefix.
+
+        Raises:
+            ValueError: on assigning a tensor of another shape, dtype or device.
+            RuntimeError: on writing in the middle of a forward, where blocks are shared.
+            OutOfBlocks: on writing, if the pool has no room for copies.
+        """
         return self._snapshot(0)
+
+    @keys.setter
+    def keys(self, tensor: torch.Tensor) -> None:
+        self._assign(0, tensor)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """A dense snapshot, [batch, num_kv_heads, visible tokens, value_dim], zeros at pads; None while empty."""
+        """A dense snapshot, [batch, num_kv_heads, visible tokens, value_dim], zeros at pads; None while empty. Written
+        to as `keys` are."""
         return self._snapshot(1)
+
+    @values.setter
+    def values(self, tensor: torch.Tensor) -> None:
+        self._assign(1, tensor)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: storage is made by the pool with the first step."""
@@ -140,6 +164,7 @@ class PagedLayer(compat.CacheLayerMixin):
             visible -= max(self.columns - self.sliding_window + 1, 0)
         self.columns += q_len
         self.steps += 1
+        self.content += 1
         self._pending = (key_states, value_states)
         return (
             LazyKV.make(self, 0, self.steps, (batch, heads, visible, key_dim), key_states),
@@ -233,12 +258,85 @@ class PagedLayer(compat.CacheLayerMixin):
             # mllama asks every layer in every step whether it holds anything: a shape is enough for that.
             heads, *dims, key_dtype, value_dtype, device = self._store.signature
             like = torch.empty(0, dtype=(key_dtype, value_dtype)[index], device=device)
-            return LazyKV.make(self, index, self.steps, (self.state.rows, heads, self.columns, dims[index]), like)
+            shape = (self.state.rows, heads, self.columns, dims[index])
+            return LazySnapshot.make(self, index, self.steps, shape, like)
         self.commit(UNKNOWN_PADDING)
-        first = 0
-        if self.sliding_window is not None and not self.state.recording:
-            first = max(self.columns - self.sliding_window + 1, 0)
-        return self._gather(index, first)
+        return self.snapshot(index)
+
+    @property
+    def _first_shown(self) -> int:
+        """The first column of a snapshot."""
+        if self.sliding_window is None or self.state.recording:
+            return 0
+        return max(self.columns - self.sliding_window + 1, 0)
+
+    def snapshot(self, index: int) -> torch.Tensor:
+        """Dense keys (0) or values (1) of what is written, as user code gets them.
+
+        In the same memory as long as some of it is in use and nothing changes, so that two see each other's writes.
+        """
+        first = self._first_shown
+        if torch.compiler.is_compiling():
+            return self._gather(index, first)
+        known = self._shown.get((index, self.content, first))
+        root = None if known is None else known()
+        with torch.inference_mode(False), torch.no_grad():
+            if root is None:
+                root = Root(self._gather(index, first), self, index)
+                self._shown = {key: ref for key, ref in self._shown.items() if ref() is not None}
+                self._shown[index, self.content, first] = weakref.ref(root)
+            return Snapshot.make(root)
+
+    def _assign(self, index: int, tensor: torch.Tensor) -> None:
+        name = ("keys", "values")[index]
+        if self.columns == 0:
+            raise ValueError(f"layer {self.index} is empty: fill it by a forward, or by update(), before its {name}")
+        self.commit(UNKNOWN_PADDING)
+        assert self._store is not None
+        heads, *dims, key_dtype, value_dtype, device = self._store.signature
+        if self.latent:
+            dims = list(self.state.pool.latent or dims)
+        wanted = (self.state.rows, heads, self.columns - self._first_shown, dims[index])
+        dtype = (key_dtype, value_dtype)[index]
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype, tensor.device) != (
+            wanted, dtype, device,
+        ):  # fmt: skip
+            got = type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                got = f"{list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
+            raise ValueError(
+                f"{name} of layer {self.index} are {list(wanted)}, {dtype}, {device}; got {got}. For other rows or "
+                "fewer tokens call the cache's batch_select_indices(), batch_repeat_interleave() or crop()."
+            )
+        with torch.no_grad():
+            self.rewrite(index, tensor.detach())
+        if not isinstance(tensor, Snapshot):
+            self.content += 1  # snapshots of before are their holders' own
+
+    def rewrite(self, index: int, dense: torch.Tensor) -> None:
+        """Store dense keys (0) or values (1) in place of what is there, as far as they differ.
+
+        Args:
+            dense: the last tokens of each row, as a snapshot of now has them.
+        """
+        first = self.columns - dense.shape[2]
+        with torch.inference_mode(False), torch.no_grad():
+            dense = dense.as_subclass(torch.Tensor)
+            slots = self.state.dense_slots(self.group, first, self.columns)
+            changed = (dense != self._gather(index, first)).any(3).any(1).cpu() & (slots > 0)
+            if not bool(changed.any()):
+                return
+            self.state.make_own(self.group, slots, changed)
+            store = self._store
+            assert store is not None
+            with store.lock:
+                memory = store.ensure(self.state.pool.groups[self.group].blocks.num_blocks)
+                held = (memory.key_slots, memory.value_slots)[index]
+                if self.latent:
+                    rank, _ = self.state.pool.latent or (0, 0)
+                    held = held[..., :rank] if index == 0 else held[..., rank:]
+                slots = self.state.dense_slots(self.group, first, self.columns)[changed].to(held.device)
+                held[:, slots] = dense.transpose(0, 1)[:, changed.to(held.device)].to(held.dtype)
 
     def _gather(self, index: int, first: int) -> torch.Tensor:
         store = self._store
@@ -474,11 +572,16 @@ class PagedCache(compat.DynamicCache):
 
     # -- the batch --------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Write what is still kept aside; lazy tensors handed out before are no longer valid."""
+    def _settle(self, changes: bool = True) -> None:
+        """Write what is still kept aside; lazy tensors handed out before are no longer valid.
+
+        Args:
+            changes: what the cache holds is about to change, so snapshots are their holders' own from now on.
+        """
         for layer in self.paged_layers:
             layer.flush()
             layer.forget_step()
+            layer.content += changes
 
     def set_columns(self, columns: int) -> None:
         """Take what the tables hold for `columns` columns of the library; for whoever fills them without a forward."""
@@ -556,6 +659,7 @@ class PagedCache(compat.DynamicCache):
         for layer in self.paged_layers:
             layer._pending = None
             layer.columns = 0
+            layer.content += 1
             layer.forget_step()
         self.state.reset()
         for layer in self.other_layers:
@@ -569,7 +673,7 @@ class PagedCache(compat.DynamicCache):
 
     def fork(self) -> "PagedCache":
         """The same content as a cache of its own that shares every block until one of the two writes."""
-        self._settle()
+        self._settle(changes=False)
         state = self.state.fork()
         other = object.__new__(type(self))
         other.prefix_salt, other.reset_if_stale = self.prefix_salt, self.reset_if_stale

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from .snapshot import gives_views, written_by
+
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -23,6 +25,17 @@ class LazyTensor(torch.Tensor):
     def materialize(self, reason: str) -> torch.Tensor:
         raise NotImplementedError
 
+    def about_to_be_written(self, name: str) -> None:
+        """Called before an operation writes to it in place: the dense tensor is not what attention reads.
+
+        Raises:
+            RuntimeError: if that would be lost.
+        """
+        raise RuntimeError(
+            f"{name} would write to keys or values that attention reads in blocks. Use a copy (.clone()), or write to "
+            "cache.layers[i].keys and .values behind the forward."
+        )
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -30,11 +43,21 @@ class LazyTensor(torch.Tensor):
         if func is torch.ops.aten.detach.default and isinstance(args[0], LazyTensor):
             return args[0]
         name = func.name() if hasattr(func, "name") else str(func)
+        for target in written_by(func, args, kwargs or {}):
+            if isinstance(target, LazyTensor):
+                target.about_to_be_written(name)
+        if gives_views(func):
+            for entry in args:
+                if isinstance(entry, LazyTensor):
+                    entry.about_to_be_viewed(name)
         args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.materialize(name), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def about_to_be_viewed(self, name: str) -> None:
+        """Called before somebody gets a view of the dense tensor, through which it can be written to unseen."""
 
 
 class LazyKV(LazyTensor):
@@ -46,16 +69,18 @@ class LazyKV(LazyTensor):
         layer: the `PagedLayer` it came from.
         which: 0 for keys, 1 for values.
         step: the layer's step count when it was made.
+        viewed: somebody has a view of the dense tensor, and may have written to it.
     """
 
     layer: Any
     which: int
     step: int
+    viewed = False
 
-    @staticmethod
-    def make(layer: Any, which: int, step: int, shape: tuple, like: torch.Tensor) -> "LazyKV":
+    @classmethod
+    def make(cls, layer: Any, which: int, step: int, shape: tuple, like: torch.Tensor) -> "LazyKV":
         """One for `layer`; dtype and device as `like`. (No `__init__`: two are made per layer and step.)"""
-        self = _make_wrapper(LazyKV, shape, dtype=like.dtype, device=like.device)
+        self = _make_wrapper(cls, shape, dtype=like.dtype, device=like.device)
         self.layer, self.which, self.step = layer, which, step
         return self
 
@@ -63,6 +88,28 @@ class LazyKV(LazyTensor):
         if self._dense is None:
             self._dense = self.layer.dense(self.which, self.step, reason)
         return self._dense
+
+    def about_to_be_viewed(self, name: str) -> None:
+        self.viewed = True
+
+    def settle(self) -> None:
+        """Before attention reads the blocks: store what has been written to a view of the dense tensor."""
+        if self.viewed and self._dense is not None and self.step == self.layer.steps:
+            self.layer.rewrite(self.which, self._dense)
+
+
+class LazySnapshot(LazyKV):
+    """What `cache.layers[i].keys` gives where it is mostly looked at (mllama asks each layer in every step): a snapshot
+    that is made when something reads it."""
+
+    def materialize(self, reason: str) -> torch.Tensor:
+        if self._dense is None:
+            self.layer.dense(self.which, self.step, reason)
+            self._dense = self.layer.snapshot(self.which)
+        return self._dense
+
+    def about_to_be_written(self, name: str) -> None:
+        """The snapshot takes it."""
 
 
 class LazyMask(LazyTensor):
@@ -74,12 +121,27 @@ class LazyMask(LazyTensor):
         chunked: a query sees its own chunk only; chunks of `window` tokens are counted from a row's first token.
         padding: 2D mask over all columns, [batch, columns], bool, or None: no padding.
         build: makes the dense mask.
+        viewed: somebody has a view of the dense mask, and may have written to it.
+        written: somebody has written to it in place: the dense mask says what is seen, and the rest does not.
     """
 
     window: int | None
     chunked: bool
     padding: torch.Tensor | None
     build: Callable[[], torch.Tensor]
+    _before: torch.Tensor | None = None  # what the dense mask was, where somebody may write to it
+
+    viewed = False
+
+    @property
+    def written(self) -> bool:
+        return self._before is not None and not torch.equal(self._before, self.materialize(""))
+
+    def about_to_be_written(self, name: str) -> None:
+        if self._before is None:
+            self._before, self.viewed = self.materialize("").clone(), True
+
+    about_to_be_viewed = about_to_be_written
 
     @staticmethod
     def make(
@@ -98,13 +160,14 @@ class LazyMask(LazyTensor):
     @property
     def plain(self) -> bool:
         """Causal and no more: nothing is hidden but what comes later."""
-        return self.window is None and self.padding is None
+        return self.window is None and self.padding is None and not self.written
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, torch.bool):
+        kinds = (None, torch.bool)
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in kinds and not args[0].written:
             # accelerate sends the mask along to every device of a split model; mpt makes one that is added one of what
             # is hidden.
             mask, device, dtype = args[0], kwargs.get("device", args[0].device), kwargs.get("dtype", args[0].dtype)

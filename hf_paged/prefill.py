@@ -464,8 +464,8 @@ def prefill(
             if prompt.mask is None:
                 state.announced = torch.ones(len(prompt.chosen), prompt.columns, dtype=torch.bool)
             outputs = library(prompt.inputs, keywords)
-        if pool.loose_windows or (state.blind and prompt.mask is not None):
-            identity = None  # in the second case the model attends on its own, and pads are stored
+        if pool.loose_windows or state.rewritten or (state.blind and prompt.mask is not None):
+            identity = None  # in the last case the model attends on its own, and pads are stored
         state.known.identity, state.known.salt, state.known.witness = identity, salt, call.witness
         if identity is not None:
             state.known.note(prompt.ids, prompt.mask)

@@ -130,6 +130,7 @@ class CacheState:
         step: the forward written last; None: rows or lengths have changed since.
         writes: layers that have written in `step`.
         blind: a forward whose mask was not known has stored all its columns, pads too.
+        rewritten: somebody has written keys or values that are not the model's; no prefix is made of them.
         trusted: the caller only appends real tokens from now on, so masks need no look on the host.
         hides: the mask of the forward written last hid stored tokens.
         appended: the mask of the next forward, if `generate()` has made it by appending ones to one that was seen.
@@ -169,7 +170,7 @@ class CacheState:
         self.announced: torch.Tensor | None = None
         self.step: StepPlan | None = None
         self.writes = 0
-        self.blind = False
+        self.blind = self.rewritten = False
         self.packed: list[int] | None = None
         self.known.clear()
 
@@ -529,9 +530,46 @@ class CacheState:
         other.columns, other.rows, other.lead = self.columns, self.rows, list(self.lead)
         other.real, other.inner_pads, other.finished = self.real, self.inner_pads, list(self.finished)
         other.recording, other.expected_columns, other.blind = self.recording, self.expected_columns, self.blind
-        other.added = self.added
-        other.wrapped = self.wrapped
+        other.wrapped, other.rewritten, other.added = self.wrapped, self.rewritten, self.added
         return other
+
+    def make_own(self, group: int, slots: torch.Tensor, changed: torch.Tensor) -> None:
+        """Somebody is about to write other keys or values than the model's: let no one else hold those blocks, and
+        forget which tokens they are of.
+
+        Args:
+            slots: of every column, see `dense_slots`.
+            changed: those to be written, [batch, columns] bool.
+
+        Raises:
+            RuntimeError: in the middle of a forward, if blocks would have to be copied.
+            OutOfBlocks: if there is no room for copies; nothing has changed then.
+        """
+        tables = self.tables[group]
+        places: list[list[int]] = []
+        for row, entries, written in zip(tables.rows, slots, changed, strict=True):
+            blocks = set((entries[written] // tables.block_size).tolist())
+            places.append([place for place, block in enumerate(row.blocks) if block in blocks])
+        with self.pool.locked():
+            if tables.shared_with_others(places):
+                if self.step is not None and self.writes < len(self.pool.stores):
+                    raise RuntimeError(
+                        "keys and values in blocks that several rows or caches share cannot be written to in the "
+                        "middle of a forward: write to cache.layers[i].keys and .values between two forwards"
+                    )
+                self._return_lent()
+                copies = tables.make_own(places)
+                for layer in self.pool.groups[group].layers:
+                    if (store := self.pool.stores.get(layer)) is not None:
+                        with store.lock:
+                            device = store.ensure(tables.pool.num_blocks).keys.device
+                            sources, targets = torch.tensor(copies, dtype=torch.int64).to(device).unbind(1)
+                            store.copy_blocks(sources.contiguous(), targets.contiguous())
+                tables.pool.release([source for source, _ in copies])
+                self.step = None
+            self.pool.forget_trial(self.known)
+            self.known.clear()
+            self.rewritten = True
 
     # -- dense views ------------------------------------------------------------------------------------------------
 

@@ -207,6 +207,50 @@ class RowTables:
         self.pool.cow_copies += len(copies)
         return copies
 
+    def _held_by_others(self, places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """`(row, place)` of the blocks that a row must copy to be alone with them: of the rows that share one all do,
+        except one if no other holder is left and nobody counts on its content."""
+        seen: dict[int, int] = {}
+        found = []
+        for index, (row, chosen) in enumerate(zip(self.rows, places, strict=True)):
+            for place in chosen:
+                block = row.blocks[place]
+                if self.pool.reference_count(block) - seen.get(block, 0) > 1 or self.pool.promised(block):
+                    seen[block] = seen.get(block, 0) + 1
+                    found.append((index, place))
+        return found
+
+    def shared_with_others(self, places: Sequence[Sequence[int]]) -> bool:
+        """Whether `make_own` has anything to copy."""
+        return bool(self._held_by_others(places))
+
+    def make_own(self, places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Let each row be alone with some of its blocks, all rows or none.
+
+        Args:
+            places: for each row, which of its blocks, counted in its table.
+
+        Returns:
+            `(source, target)` block ids to copy. The sources are still held: release them when that is done.
+
+        Raises:
+            OutOfBlocks: nothing has changed then.
+        """
+        found = self._held_by_others(places)
+        taken = self.pool.allocate(len(found))
+        copies = []
+        for (index, place), target in zip(found, taken, strict=True):
+            row = self.rows[index]
+            copies.append((row.blocks[place], target))
+            row.blocks[place] = target
+        for index in {index for index, _ in found}:
+            row = self.rows[index]
+            blocks, row.blocks, row.runs = row.blocks, [], []
+            row.extend(blocks)
+        self.cow_copies += len(copies)
+        self.pool.cow_copies += len(copies)
+        return copies
+
     def return_lent(self) -> None:
         """The copies that `append(lend=True)` asked for are made."""
         lent, self.lent = self.lent, []

@@ -616,6 +616,8 @@ def _prefill(
         if known.identity is not None:
             known.note(input_ids.clone(), known.real)
             cache.state.remember()
+    if not past and input_ids.shape[1] and model_kwargs.get("inputs_embeds") is None:
+        cache.state.added = max(cache.get_seq_length() - input_ids.shape[1], 0)
     mask = model_kwargs.get("attention_mask")
     whole = mask is None or mask.shape[-1] == cache.get_seq_length()
     if call.owned and call.allows(Shortcut.MASK_ONCE) and whole:

@@ -589,3 +589,30 @@ def test_a_pool_far_smaller_than_beams_times_length():
     plain, paged = pair("llama", block_size=4, num_blocks=16 + beams * (new // 4) + beams)
     assert_equal(plain, paged, prompts(64), max_new_tokens=new, num_beams=beams)
     assert paged.paged_stats().num_blocks == 28  # beams times all blocks would be 72
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "falcon", "bloom"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 12)], ids=["no pads", "pads"])
+def test_a_static_cache_has_slots_that_nothing_is_in_yet(family, options, lengths):
+    """Its keys reach into the future, so a mask of None would not say which are there."""
+    plain, paged = pair(family, block_size=4)
+    options = {**options, "cache_implementation": "static", "max_new_tokens": 6}
+    expected = run(plain, prompts(*lengths), **options)
+    assert torch.equal(expected, run(paged, prompts(*lengths), **options))
+    assert torch.equal(run(plain, prompts(*lengths), max_new_tokens=6), run(paged, prompts(*lengths), max_new_tokens=6))
+
+
+def test_a_model_that_puts_tokens_of_its_own_before_the_prompt_goes_on_from_its_cache():
+    from hf_paged.commands import tiny_models
+
+    plain = tiny_models.build("cpmant", "CpmAntForCausalLM")
+    plain.generation_config.eos_token_id = None
+    paged = hf_paged.patch(copy.deepcopy(plain), block_size=4)
+    ids = torch.randint(3, 250, (2, 7), generator=torch.Generator().manual_seed(0))
+    answers = []
+    for model in (plain, paged):
+        first = run(model, {"input_ids": ids}, max_new_tokens=3, return_dict_in_generate=True)
+        going_on = {"input_ids": first.sequences, "past_key_values": cache_of(first)}
+        answers.append(run(model, going_on, max_new_tokens=2))
+    assert torch.equal(*answers)

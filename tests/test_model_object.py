@@ -247,6 +247,27 @@ def test_two_models_that_share_a_config(order, attn):
     assert models[0].config._attn_implementation == attn
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neo", "falcon", "falcon_alibi", "bloom", "mpt"])
+@pytest.mark.parametrize("attn", [None, "eager"])
+def test_a_model_with_the_config_of_a_patched_one(family, attn):
+    """There before, made from it, made from a copy of it: each attends as it always did."""
+    plain = build(family, attn=attn)
+    paged = copy.deepcopy(plain)
+    config = paged.config
+
+    def made(config):
+        model = type(plain)(config).eval()
+        model.load_state_dict(plain.state_dict())
+        return model
+
+    neighbour = made(config)
+    hf_paged.patch(paged, block_size=4)
+    expected = run(plain, prompts(5, 12), max_new_tokens=5)
+    for model in (neighbour, made(config), made(copy.deepcopy(config)), hf_paged.patch(made(copy.deepcopy(config)))):
+        assert torch.equal(expected, run(model, prompts(5, 12), max_new_tokens=5))
+    assert torch.equal(expected, run(paged, prompts(5, 12), max_new_tokens=5))
+
+
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 

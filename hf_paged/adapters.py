@@ -14,13 +14,13 @@ function that is asked for something it does not know calls the class's own.
 
 import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from . import attention, compat, implementations, traced
+from .binding import bind
 from .cache import PagedCache
 from .latent import LatentHeads
 from .lazy import LazyKV
@@ -39,7 +39,7 @@ def install(model: PreTrainedModel) -> None:
             traced.name(module)
         name, function = _adapter_of(module)
         if function is not None:
-            module.__dict__[name] = MethodType(function, module)  # the compiler traces no other kind
+            bind(module, name, function)
             if function in _SLOPES:
                 _slopes_on(module, _SLOPES[function], next(module.parameters()).device)
             module.__dict__[_MARK] = name

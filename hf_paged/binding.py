@@ -21,8 +21,6 @@ class Bound:
         name: the attribute that it is bound to. The signature is that of the class's own method, if there is one.
     """
 
-    __slots__ = ("__func__", "__weakref__", "_name", "_owner")
-
     def __init__(self, function: Callable[..., Any], owner: Any, name: str):
         self.__func__ = function
         self._owner = weakref.ref(owner)
@@ -45,7 +43,7 @@ class Bound:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__func__":  # while it is being made
+        if name in ("__func__", "_owner", "_name"):  # while it is being made
             raise AttributeError(name)
         return getattr(self.__func__, name)
 

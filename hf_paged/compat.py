@@ -247,7 +247,8 @@ def records_attention() -> bool:
 
     The library's hooks pick them out of what attention modules return; most modules are not told.
     """
-    collected = _active_collector.get()
+    # In a traced forward the library keeps it in a plain variable; a context variable cannot be read there.
+    collected = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
     return collected is not None and any("attention" in key or "attn" in key for key in collected)
 
 

@@ -24,9 +24,8 @@ from hf_paged.binding import Bound, bind
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
 MODES = [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
-# Models with functions on their attention modules (falcon, bloom, mpt, latent attention) are reference cycles, and
-# cannot be pickled: the compiler traces no other bound functions.
-KINDS = ["llama", "gemma3", "t5", "bart"]
+# Bound to the model alone; to its attention modules too: falcon, bloom, mpt (forward), deepseek_v3 (expand_kv).
+KINDS = ["llama", "gemma3", "falcon", "bloom", "mpt", "deepseek_v3", "t5", "bart"]
 
 
 def inputs_of(model):

@@ -4,6 +4,16 @@
 puts out the tokens it put out before.
 """
 
+try:
+    from . import compat as _compat  # noqa: F401  the names of the library that are imported
+except ImportError as error:
+    import transformers as _transformers
+
+    raise ImportError(
+        f"hf_paged knows Transformers 5.17 to 5.24, and not the installed {_transformers.__version__}: {error}. "
+        "Install a newer hf_paged, or a Transformers that it knows."
+    ) from error
+
 from . import attention as _attention
 from . import compiling as _compiling  # noqa: F401  registers the ops
 from .blocks import OutOfBlocks

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
 
-from . import adapters, compat, implementations, prefill
+from . import adapters, compat, implementations, library, prefill
 from .binding import Bound, bind
 from .cache import PagedCache
 from .config import PagedConfig
@@ -155,6 +155,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
     Raises:
         TypeError: if `model` is not such a model, or an option is unknown.
         ValueError: if the model cannot be right with a paged cache, with the reason.
+        RuntimeError: if the installed Transformers is not one that is known (see `library`).
     """
     target = compat.generating_model(model)
     fields = {field.name for field in dataclasses.fields(PagedConfig)}
@@ -166,6 +167,7 @@ def patch(model: ModelT, config: PagedConfig | None = None, **options: Any) -> M
         if (config is None and not options) or wanted == state.config:
             return model
         unpatch(target)
+    library.check()
     _refuse(target)
     pool = KVPool(target.config, wanted)
     pool.owner = weakref.ref(target)

@@ -7,6 +7,7 @@
 # make clients libraries that call generate() (TRL, PEFT, lm_eval, outlines, LangChain, `transformers serve` ...) on patched models:
 #              equal to unpatched, and the time of each (20 minutes on 2 cores, and 4 for its own environment;
 #              CLIENTS='peft serve' for some)
+# make next    the test suite with the newest pre-release of Transformers, if there is one (in .venv-next)
 # make clean   remove builds and caches (make distclean: the virtual environment too)
 #
 # Each target makes what it needs, once. For another Transformers, choose another environment for it:
@@ -33,7 +34,7 @@ CLIENTS_VENV := .venv-clients
 CLIENTS_BIN  := $(CLIENTS_VENV)/bin
 CLIENTS_PIP  := $(CLIENTS_BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint support bench clients clean distclean FORCE
+.PHONY: demo test next lint support bench clients clean distclean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo-installed
@@ -44,6 +45,15 @@ bench: $(VENV)/.demo-installed
 
 test: $(VENV)/.test-installed
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+NEWEST = $(PYTHON) -m pip --disable-pip-version-check index versions transformers
+
+next:
+	@released=$$($(NEWEST) 2>/dev/null | sed -n '1s/.*(\(.*\)).*/\1/p'); \
+	next=$$($(NEWEST) --pre 2>/dev/null | sed -n '1s/.*(\(.*\)).*/\1/p'); \
+	if [ -z "$$next" ]; then echo "The package index does not answer: $(NEWEST) --pre"; exit 1; fi; \
+	if [ "$$next" = "$$released" ]; then echo "There is no pre-release of Transformers after $$released."; exit 0; fi; \
+	$(MAKE) test VENV=.venv-next TRANSFORMERS="transformers==$$next"
 
 support: $(VENV)/.test-installed
 	$(BIN)/python -m hf_paged support $(SUPPORT_ARGS)
@@ -62,7 +72,7 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-oldest $(CLIENTS_VENV) '$(VENV)'
+	rm -rf .venv .venv-oldest .venv-next $(CLIENTS_VENV) '$(VENV)'
 
 # A stamp is written after its packages are installed, so a second `make` installs nothing and an interrupted one
 # starts that step again.

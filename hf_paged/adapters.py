@@ -23,8 +23,8 @@ from . import attention, compat, implementations, traced
 from .binding import bind
 from .cache import PagedCache
 from .latent import LatentHeads
-from .lazy import LazyKV
-from .traced import TracedKV
+from .lazy import LazyKV, LazyMask
+from .traced import TracedKV, TracedMask
 
 _MARK = "_hf_paged_adapted"
 _ALIBI = "_hf_paged_slopes"
@@ -116,6 +116,8 @@ def _falcon_forward(
         return own(
             self, hidden_states, alibi, attention_mask, position_ids, layer_past, use_cache, output_attentions, **kwargs
         )
+    if attention.implementation_before(self) == "sdpa":
+        attention_mask = _of_sdpa(attention_mask)
     # [batch, q_len, heads, head_dim] each
     query, key, value = self._split_heads(self.query_key_value(hidden_states))
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -124,6 +126,22 @@ def _falcon_forward(
         key, value = layer_past.update(key, value, self.layer_idx)
     out, _ = attention.paged_attention_forward(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
     return self.dense(out.flatten(2)), None
+
+
+def _of_sdpa(mask: Any) -> Any:
+    """What SDPA is given instead of a mask that is added to scores (`compat.adds_masks`)."""
+    if isinstance(mask, TracedMask):
+        return TracedMask(mask.shape, torch.bool, mask.window, mask.arguments, False) if mask.eager else mask
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    if not isinstance(mask, LazyMask) or mask.written:
+        return mask == 0
+    if mask.plain and mask.shape[2] in (1, mask.shape[3]):
+        return None
+    if mask.of_sdpa is None:  # one object for all layers
+        build = lambda: mask.materialize("") == 0  # noqa: E731
+        mask.of_sdpa = LazyMask.make(tuple(mask.shape), mask.device, mask.window, mask.chunked, mask.padding, build)
+    return mask.of_sdpa
 
 
 class _Written:

@@ -21,6 +21,10 @@ from .traced import TracedCross, TracedKV, TracedMask
 _DENSE_KEYWORDS = frozenset(
     ("position_bias", "indices", "block_indices", "attention_bias", "attn_bias", "alibi", "head_mask")
 )
+# Where the library records what a forward was asked for besides logits. Looked at in each layer, so without a call of
+# Python: mostly nothing is.
+_recorder = compat.recorder
+_recorded = _recorder.context_var.get
 # Those that a step done again for another layer must not have.
 _UNLIKE_KEYWORDS = _DENSE_KEYWORDS | {"softcap", "s_aux", "sinks"}
 
@@ -164,7 +168,7 @@ def _repeat(
     replay = step.groups[layer.group].replay
     if replay is None or replay.mask is not mask or replay.scale != scaling or dropout:
         return None
-    if gives_weights(module, kwargs):
+    if (_recorded() or _recorder.compiling or kwargs.get("output_attentions")) and gives_weights(module, kwargs):
         return None
     if replay.slopes is not _slopes_of(kwargs):
         return None
@@ -200,7 +204,7 @@ def _why_dense(
         return "a mask of other chunks than the layer's"
     if dropout and module.training:
         return "dropout"
-    if gives_weights(module, kwargs):
+    if (_recorded() or _recorder.compiling or kwargs.get("output_attentions")) and gives_weights(module, kwargs):
         return "attention weights are asked for"
     if not _DENSE_KEYWORDS.isdisjoint(kwargs):
         for name in sorted(_DENSE_KEYWORDS.intersection(kwargs)):

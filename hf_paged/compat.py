@@ -19,7 +19,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.output_capturing import _active_collector
+from transformers.utils.output_capturing import _active_collector as recorder
 
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
@@ -37,6 +37,7 @@ __all__ = [
     "library_layer",
     "mask_pattern",
     "reads_layer_types",
+    "recorder",
     "records_attention",
     "rope_limit",
     "sdpa_attention_forward",
@@ -248,7 +249,7 @@ def records_attention() -> bool:
     The library's hooks pick them out of what attention modules return; most modules are not told.
     """
     # In a traced forward the library keeps it in a plain variable; a context variable cannot be read there.
-    collected = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
+    collected = recorder.global_var if torch.compiler.is_compiling() else recorder.get()
     return collected is not None and any("attention" in key or "attn" in key for key in collected)
 
 

@@ -123,6 +123,7 @@ class LazyMask(LazyTensor):
         build: makes the dense mask.
         viewed: somebody has a view of the dense mask, and may have written to it.
         written: somebody has written to it in place: the dense mask says what is seen, and the rest does not.
+        of_sdpa: the same as a bool one, once somebody has asked for it.
     """
 
     window: int | None
@@ -132,6 +133,7 @@ class LazyMask(LazyTensor):
     _before: torch.Tensor | None = None  # what the dense mask was, where somebody may write to it
 
     viewed = False
+    of_sdpa: "LazyMask | None" = None
 
     @property
     def written(self) -> bool:

@@ -569,7 +569,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_is_not_this_models_is_refused(what, path):
-    _, _, cache = filled("llama", 5, 12)
+    _model, _, cache = filled("llama", 5, 12)
     cache.save(path)
     make, message = OTHERS[what]
     model = make()
@@ -586,7 +586,7 @@ def test_what_is_not_this_models_is_refused(what, path):
 
 
 def test_another_window_is_refused(path):
-    _, _, cache = filled("mistral", 5, 12)
+    _model, _, cache = filled("mistral", 5, 12)
     cache.save(path)
     with pytest.raises(ValueError, match=r"2 sliding_attention of 8\) in the file.*sliding_attention of 16\) here"):
         PagedCache.load(path, build("mistral", sliding_window=16))
@@ -941,7 +941,7 @@ def test_contents_that_lie(what, where, path):
     "text", ["[" * 200_000, '{"rows": ' + "9" * 10_000 + "}", "1" * 5000, '"\\ud800"', "null", "NaN"]
 )
 def test_a_text_that_no_parser_likes(text, path):
-    _, _, cache = filled("llama", 5, 12)
+    _model, _, cache = filled("llama", 5, 12)
     cache.save(path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -1135,7 +1135,7 @@ def test_a_failed_save_leaves_what_was_there(where, exists, path, monkeypatch):
 
 
 def test_places_that_cannot_be_written_to(tmp_path):
-    _, _, cache = filled("llama", 5)
+    _model, _, cache = filled("llama", 5)
     with pytest.raises(IsADirectoryError, match="folder"):
         cache.save(tmp_path)
     with pytest.raises(FileNotFoundError, match="does not exist"):

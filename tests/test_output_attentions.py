@@ -92,7 +92,8 @@ def test_there_are_weights_to_compare(family):
     layers, steps = 2, 5
     count = assert_same_weights(run(plain, inputs, **WEIGHTS), run(paged, inputs, **WEIGHTS))
     assert count >= layers * steps
-    assert DENSE in paged.paged_stats().fallbacks
+    asked = paged.paged_stats().fallbacks
+    assert DENSE in asked or any("made dense" in reason for reason in asked), "T5 attends by itself up to 5.23"
     assert paged.paged_stats().stepped_aside["output_attentions"] == 1
 
 

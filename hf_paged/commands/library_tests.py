@@ -177,10 +177,11 @@ def _run_side(folder: Path, files: list[str], report: Path, options: list[str], 
     command += ["--junitxml", str(report.with_suffix(".xml")), "--hf-paged-report", str(report), *options]
     command += ["-n", str(jobs)] if jobs > 1 else []
     log = report.with_suffix(".log")
+    # Whatever pytest this process runs in (its options, its number as a worker) is none of that one's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = path
     with log.open("w") as out:
-        done = subprocess.run(
-            [*command, *files], cwd=folder, env={**os.environ, "PYTHONPATH": path}, stdout=out, stderr=subprocess.STDOUT
-        )
+        done = subprocess.run([*command, *files], cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
     if done.returncode not in (0, 1, 5):
         print(f"pytest ended with {done.returncode}; see {log}", file=sys.stderr)
     parts = sorted(report.parent.glob(report.name + "*"))

@@ -5,7 +5,7 @@
 #              SUPPORT_ARGS=--quarter for a quarter)
 # make bench   time and memory on the CPU, with and without the cache
 # make clients libraries that call generate() (TRL, PEFT, lm_eval, outlines, LangChain, `transformers serve` ...) on patched models:
-#              equal to unpatched, and the time of each (20 minutes on 2 cores, and 4 for its own environment;
+#              equal to unpatched, and the time of each (25 minutes on 2 cores, and 4 for its own environment;
 #              CLIENTS='peft serve' for some)
 # make next    the test suite with the newest pre-release of Transformers, if there is one (in .venv-next)
 # make clean   remove builds and caches (make distclean: the virtual environment too)
